@@ -1,0 +1,73 @@
+//! The seam between the verify service and a target on some device.
+
+use crate::{BlockTable, EngineError, HeadRow, RowBatch};
+
+/// Sizes and identity of a target.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TargetSpec {
+    /// For example `llama`.
+    pub architecture: &'static str,
+    /// Rows of the embedding and of the head.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Decoder layers.
+    pub num_layers: usize,
+    /// Positions that the model was trained for.
+    pub context_length: usize,
+    /// KV blocks of [`crate::BLOCK_TOKENS`] rows.
+    pub num_blocks: usize,
+    /// Width of a feature row, `None` when no projection was loaded.
+    pub feature_size: Option<usize>,
+    /// `{dtype}/{device architecture}/tp{N}/{kernel build}`: equal profiles give equal bits.
+    pub numerics_profile: String,
+}
+
+/// What a forward returns for one sequence.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ForwardOutput {
+    /// One entry per row that asked for the head, in row order.
+    pub head: Vec<HeadRow>,
+    /// `[rows, feature_size]`: `hidden_norm(fc(concat taps))` of every row, when asked for.
+    pub features: Vec<f32>,
+}
+
+/// Progress of loading weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoadProgress {
+    /// Bytes of the checkpoint read so far.
+    pub done_bytes: u64,
+    /// Bytes of the checkpoint.
+    pub total_bytes: u64,
+}
+
+/// A target on some device. Results are row-invariant by bits, see the crate documentation.
+pub trait Backend: Send {
+    /// Sizes and identity, constant for the life of the backend.
+    fn spec(&self) -> &TargetSpec;
+
+    /// Runs all rows in one forward and writes their keys and values to the cache. One output per sequence.
+    ///
+    /// # Errors
+    /// What [`crate::SequenceRows::validate`] finds, [`EngineError::NonFiniteLogits`], or a fault of the device.
+    fn forward(&mut self, batch: &RowBatch<'_>) -> Result<Vec<ForwardOutput>, EngineError>;
+
+    /// Keeps the rows `path` (ascending, relative to `committed`) of the last forward: moves the keys and values of
+    /// row `path[i]` to slot `committed + i`. The caller counts `committed + path.len()` rows from then on.
+    ///
+    /// # Errors
+    /// [`EngineError::InvalidBatch`] when the path does not ascend or leaves the table.
+    fn compact(
+        &mut self,
+        table: &BlockTable,
+        committed: usize,
+        path: &[usize],
+    ) -> Result<(), EngineError>;
+
+    /// The k best tokens and the log-normaliser of each row of `hidden`, `[n, hidden_size]`: the drafter's block
+    /// through the target's head.
+    ///
+    /// # Errors
+    /// [`EngineError::InvalidBatch`] when `hidden` is not a whole number of rows.
+    fn head_topk(&mut self, hidden: &[f32], k: usize) -> Result<Vec<HeadRow>, EngineError>;
+}

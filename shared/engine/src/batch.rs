@@ -1,0 +1,129 @@
+//! The ragged batch: rows of several sequences that go through the target in one forward.
+
+use treespec_tree::{AncestorSets, TokenTree};
+
+use crate::{BlockTable, EngineError};
+
+/// What one row wants from the head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HeadRequest {
+    /// How many of the best tokens to return.
+    pub top_k: usize,
+    /// Whether to compute the log-normaliser (needed for log-probabilities, not for the argmax).
+    pub normaliser: bool,
+    /// A token whose logit to return besides.
+    pub gather: Option<u32>,
+}
+
+impl HeadRequest {
+    /// Only the best token: all that greedy acceptance needs.
+    pub const ARGMAX: Self = Self {
+        top_k: 1,
+        normaliser: false,
+        gather: None,
+    };
+}
+
+/// How the rows of a sequence see each other. Every row sees all committed rows and itself.
+#[derive(Debug, Clone, Copy)]
+pub enum RowShape<'a> {
+    /// Row `i` sees rows `0..i`: prefill and plain decoding.
+    Chain,
+    /// Row `i` is node `i` of a tree and sees its ancestors; its position is the root's plus its depth.
+    Tree {
+        /// Depth of every row, 0 for the root.
+        depths: &'a [u32],
+        /// Ancestors of every row, itself included.
+        ancestors: &'a AncestorSets,
+    },
+}
+
+/// New rows of one sequence. Row `i` is written to KV slot `committed + i`.
+#[derive(Debug, Clone)]
+pub struct SequenceRows<'a> {
+    /// KV blocks with room for `committed + tokens.len()` rows.
+    pub table: &'a BlockTable,
+    /// Rows already in the cache; also the position of the first new row.
+    pub committed: usize,
+    /// Token ids of the rows.
+    pub tokens: &'a [u32],
+    /// Mutual visibility.
+    pub shape: RowShape<'a>,
+    /// One entry per row; `None` skips the head for that row.
+    pub head: &'a [Option<HeadRequest>],
+    /// Whether to return the drafter's context features of every row.
+    pub features: bool,
+}
+
+/// A batch for one forward.
+#[derive(Debug, Clone, Default)]
+pub struct RowBatch<'a> {
+    /// Every sequence at most once.
+    pub sequences: Vec<SequenceRows<'a>>,
+}
+
+impl SequenceRows<'_> {
+    /// Absolute position of row `row`.
+    pub fn position(&self, row: usize) -> usize {
+        self.committed
+            + match self.shape {
+                RowShape::Chain => row,
+                RowShape::Tree { depths, .. } => depths[row] as usize,
+            }
+    }
+
+    /// Checks everything that a forward relies on, so that no backend has to.
+    ///
+    /// # Errors
+    /// [`EngineError::UnknownToken`], [`EngineError::ContextOverflow`] or [`EngineError::InvalidBatch`].
+    pub fn validate(&self, vocab_size: usize, context_length: usize) -> Result<(), EngineError> {
+        let rows = self.tokens.len();
+        let invalid = |what: String| Err(EngineError::InvalidBatch(what));
+        if rows == 0 {
+            return invalid("a sequence without rows".into());
+        }
+        if self.head.len() != rows {
+            return invalid(format!("{} head requests for {rows} rows", self.head.len()));
+        }
+        if self.table.capacity() < self.committed + rows {
+            return invalid(format!(
+                "{} KV slots for {} rows",
+                self.table.capacity(),
+                self.committed + rows
+            ));
+        }
+        if let RowShape::Tree { depths, ancestors } = self.shape
+            && (depths.len() != rows || ancestors.len() != rows)
+        {
+            return invalid(format!("a tree of {} nodes for {rows} rows", depths.len()));
+        }
+        let gathered = self.head.iter().flatten().filter_map(|h| h.gather);
+        if let Some(token) = self
+            .tokens
+            .iter()
+            .copied()
+            .chain(gathered)
+            .find(|&t| t as usize >= vocab_size)
+        {
+            return Err(EngineError::UnknownToken { token, vocab_size });
+        }
+        let position = (0..rows).map(|r| self.position(r)).max().unwrap_or(0);
+        if position >= context_length {
+            return Err(EngineError::ContextOverflow {
+                position,
+                context_length,
+            });
+        }
+        Ok(())
+    }
+}
+
+impl<'a> RowShape<'a> {
+    /// The shape of a tree whose ancestor sets were computed before.
+    pub fn tree(tree: &'a TokenTree, ancestors: &'a AncestorSets) -> Self {
+        Self::Tree {
+            depths: tree.depths(),
+            ancestors,
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! One decoder layer of the Llama / Qwen3 family, shared by the target and the drafter.
+
+use treespec_checkpoint::CheckpointError;
+
+use super::Executor;
+use super::kernels::{
+    AttentionShape, Epilogue, KvLayer, NormWeights, PackedLinear, RotaryRows, RowView, attend,
+    rms_norm, rotate, store_rows,
+};
+use crate::kv_cache::BlockId;
+
+/// Reads a named tensor of a known shape, row-major f32.
+pub(super) type TensorSource<'a> = &'a dyn Fn(&str, &[usize]) -> Result<Vec<f32>, CheckpointError>;
+
+/// Sizes of a layer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct LayerShape {
+    pub(super) attention: AttentionShape,
+    pub(super) hidden: usize,
+    pub(super) intermediate: usize,
+    pub(super) eps: f32,
+    /// RMS norm per head on queries and keys (Qwen3 and DFlash).
+    pub(super) head_norms: bool,
+}
+
+impl LayerShape {
+    fn query_width(&self) -> usize {
+        self.attention.heads * self.attention.head_dim
+    }
+
+    fn key_width(&self) -> usize {
+        self.attention.kv_heads * self.attention.head_dim
+    }
+}
+
+/// Weights of one layer.
+pub(super) struct DecoderLayer {
+    shape: LayerShape,
+    input_norm: NormWeights,
+    query: PackedLinear,
+    /// Keys, then values.
+    key_value: PackedLinear,
+    query_norm: Option<NormWeights>,
+    key_norm: Option<NormWeights>,
+    output: PackedLinear,
+    post_norm: NormWeights,
+    gate_up: PackedLinear,
+    down: PackedLinear,
+}
+
+impl DecoderLayer {
+    /// Loads the tensors below `prefix`, for example `model.layers.3`.
+    pub(super) fn load(
+        source: TensorSource<'_>,
+        prefix: &str,
+        shape: LayerShape,
+    ) -> Result<Self, CheckpointError> {
+        let (hidden, head_dim) = (shape.hidden, shape.attention.head_dim);
+        let tensor = |name: &str, dims: &[usize]| source(&format!("{prefix}.{name}.weight"), dims);
+        let norm = |name: &str, width: usize| {
+            tensor(name, &[width]).map(|weight| NormWeights {
+                weight,
+                eps: shape.eps,
+            })
+        };
+        let head_norm = |name: &str| shape.head_norms.then(|| norm(name, head_dim)).transpose();
+        let (q, kv, inner) = (shape.query_width(), shape.key_width(), shape.intermediate);
+        let keys = tensor("self_attn.k_proj", &[kv, hidden])?;
+        let values = tensor("self_attn.v_proj", &[kv, hidden])?;
+        let gate = tensor("mlp.gate_proj", &[inner, hidden])?;
+        let up = tensor("mlp.up_proj", &[inner, hidden])?;
+        Ok(Self {
+            shape,
+            input_norm: norm("input_layernorm", hidden)?,
+            query: PackedLinear::pack(&tensor("self_attn.q_proj", &[q, hidden])?, q, hidden),
+            key_value: PackedLinear::pack_stacked(&[&keys, &values], hidden),
+            query_norm: head_norm("self_attn.q_norm")?,
+            key_norm: head_norm("self_attn.k_norm")?,
+            output: PackedLinear::pack(&tensor("self_attn.o_proj", &[hidden, q])?, hidden, q),
+            post_norm: norm("post_attention_layernorm", hidden)?,
+            gate_up: PackedLinear::pack_gate_up(&gate, &up, hidden),
+            down: PackedLinear::pack(&tensor("mlp.down_proj", &[hidden, inner])?, hidden, inner),
+        })
+    }
+
+    /// Runs the layer on `hidden`, `[rows, hidden]`, in place, and stores the rows' keys and values.
+    pub(super) fn forward(
+        &self,
+        exec: &mut Executor,
+        hidden: &mut [f32],
+        rows: &LayerRows<'_>,
+        kv: &mut KvLayer,
+        scratch: &mut Scratch,
+    ) {
+        let count = rows.slots.len();
+        scratch.resize(&self.shape, count);
+        let Scratch {
+            normed,
+            queries,
+            keys_values,
+            attended,
+            inner,
+        } = scratch;
+        rms_norm(&mut exec.pool, &self.input_norm, hidden, normed);
+        self.project_keys_values(exec, normed, rows.rotary, keys_values);
+        store_rows(kv, keys_values, rows.slots);
+        exec.linear(normed, count, &self.query, queries, Epilogue::Store);
+        let AttentionShape {
+            heads, head_dim, ..
+        } = self.shape.attention;
+        rotate(
+            &mut exec.pool,
+            queries,
+            heads * head_dim,
+            heads,
+            self.query_norm.as_ref(),
+            rows.rotary,
+            (head_dim as f32).sqrt().recip(),
+        );
+        attend(&mut exec.pool, exec.isa, queries, kv, rows.views, attended);
+        exec.linear(attended, count, &self.output, hidden, Epilogue::AddTo);
+        rms_norm(&mut exec.pool, &self.post_norm, hidden, normed);
+        exec.linear(normed, count, &self.gate_up, inner, Epilogue::SwiGlu);
+        exec.linear(inner, count, &self.down, hidden, Epilogue::AddTo);
+    }
+
+    /// Stores keys and values of rows that take no part otherwise: the drafter's context, which DFlash does not
+    /// pass through the layer's input norm (algorithms.md 1.3).
+    pub(super) fn store_context(
+        &self,
+        exec: &mut Executor,
+        rows: &[f32],
+        rotary: &RotaryRows,
+        slots: &[(BlockId, usize)],
+        kv: &mut KvLayer,
+    ) {
+        let mut keys_values = vec![0.0; slots.len() * 2 * self.shape.key_width()];
+        self.project_keys_values(exec, rows, rotary, &mut keys_values);
+        store_rows(kv, &keys_values, slots);
+    }
+
+    fn project_keys_values(
+        &self,
+        exec: &mut Executor,
+        input: &[f32],
+        rotary: &RotaryRows,
+        out: &mut [f32],
+    ) {
+        let width = 2 * self.shape.key_width();
+        let rows = out.len() / width;
+        exec.linear(input, rows, &self.key_value, out, Epilogue::Store);
+        let kv_heads = self.shape.attention.kv_heads;
+        rotate(
+            &mut exec.pool,
+            out,
+            width,
+            kv_heads,
+            self.key_norm.as_ref(),
+            rotary,
+            1.0,
+        );
+    }
+}
+
+/// What the rows of a forward are to the attention of a layer.
+pub(super) struct LayerRows<'a> {
+    pub(super) rotary: &'a RotaryRows,
+    /// Where each row's keys and values go.
+    pub(super) slots: &'a [(BlockId, usize)],
+    pub(super) views: &'a [RowView<'a>],
+}
+
+/// Activations of one layer, kept between calls.
+#[derive(Default)]
+pub(super) struct Scratch {
+    normed: Vec<f32>,
+    queries: Vec<f32>,
+    keys_values: Vec<f32>,
+    attended: Vec<f32>,
+    inner: Vec<f32>,
+}
+
+impl Scratch {
+    fn resize(&mut self, shape: &LayerShape, rows: usize) {
+        self.normed.resize(rows * shape.hidden, 0.0);
+        self.queries.resize(rows * shape.query_width(), 0.0);
+        self.keys_values.resize(rows * 2 * shape.key_width(), 0.0);
+        self.attended.resize(rows * shape.query_width(), 0.0);
+        self.inner.resize(rows * shape.intermediate, 0.0);
+    }
+}

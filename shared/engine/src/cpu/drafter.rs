@@ -1,0 +1,381 @@
+//! The DFlash v1 drafter on the CPU (z-lab/dflash, `dflash/model.py`; algorithms.md 1.3 and 1.4).
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use treespec_checkpoint::{DrafterAttention, DrafterCheckpoint, TargetCheckpoint};
+
+use super::Executor;
+use super::decoder::{DecoderLayer, LayerRows, LayerShape, Scratch};
+use super::embedding::VocabularyWeights;
+use super::kernels::{AttentionShape, Isa, KvLayer, NormWeights, RotaryRows, RowView};
+use super::target::log_prob_rows;
+use crate::backend::LoadProgress;
+use crate::drafter::{BlockRequest, ContextId, Drafter, DrafterSpec};
+use crate::kv_cache::{BLOCK_TOKENS, BlockId, BlockPool, BlockTable};
+use crate::{EngineError, HeadRow};
+
+/// Context rows per pass: bounds the memory of a long prefill.
+const CONTEXT_ROWS: usize = 256;
+
+/// How to load a drafter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DrafterOptions {
+    /// Threads of a forward; 0 takes one per core.
+    pub threads: usize,
+    /// Context rows kept per sequence.
+    pub context_window: usize,
+    /// Contexts open at once.
+    pub max_contexts: usize,
+    /// Whether to load the target's head, needed to build trees on this side.
+    pub with_head: bool,
+    /// Instruction set of the kernels; `None` takes the best.
+    pub isa: Option<Isa>,
+}
+
+impl Default for DrafterOptions {
+    fn default() -> Self {
+        Self {
+            threads: 0,
+            context_window: 2_048,
+            max_contexts: 64,
+            with_head: true,
+            isa: None,
+        }
+    }
+}
+
+/// DFlash drafter in f32.
+pub struct CpuDrafter {
+    spec: DrafterSpec,
+    exec: Executor,
+    vocabulary: VocabularyWeights,
+    layers: Vec<DecoderLayer>,
+    attention: Vec<DrafterAttention>,
+    kv: Vec<KvLayer>,
+    final_norm: NormWeights,
+    inverse_frequencies: Vec<f32>,
+    context_length: usize,
+    mask_token: u32,
+    blocks: BlockPool,
+    contexts: HashMap<u64, Context>,
+    next_context: u64,
+    max_contexts: usize,
+    scratch: Scratch,
+}
+
+/// Rows of one sequence in the drafter's cache: slot `i` holds position `first + i`.
+#[derive(Debug, Default)]
+struct Context {
+    table: BlockTable,
+    first: usize,
+    rows: usize,
+}
+
+impl Context {
+    fn end(&self) -> usize {
+        self.first + self.rows
+    }
+}
+
+impl CpuDrafter {
+    /// Loads the drafter and, from the target's checkpoint, the embedding and head that it shares.
+    ///
+    /// # Errors
+    /// [`EngineError::Checkpoint`] for a missing or misshapen tensor, or a drafter made for another target.
+    pub fn load(
+        drafter: &DrafterCheckpoint,
+        target: &TargetCheckpoint,
+        options: &DrafterOptions,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, EngineError> {
+        drafter.check_target(&target.config)?;
+        let config = &drafter.config;
+        let total_bytes = drafter.total_bytes();
+        let mut report = |done: usize| {
+            progress(LoadProgress {
+                done_bytes: total_bytes * done as u64 / (config.num_layers as u64 + 1),
+                total_bytes,
+            });
+        };
+        report(0);
+        let shape = LayerShape {
+            attention: AttentionShape {
+                heads: config.num_heads,
+                kv_heads: config.num_kv_heads,
+                head_dim: config.head_dim,
+            },
+            hidden: config.hidden_size,
+            intermediate: config.intermediate_size,
+            eps: config.rms_norm_eps,
+            head_norms: true,
+        };
+        let source = |name: &str, dims: &[usize]| drafter.tensor(name, dims);
+        let vocabulary = VocabularyWeights::load(target, options.with_head)?;
+        report(1);
+        let mut layers = Vec::with_capacity(config.num_layers);
+        for layer in 0..config.num_layers {
+            layers.push(DecoderLayer::load(
+                &source,
+                &format!("layers.{layer}"),
+                shape,
+            )?);
+            report(layer + 2);
+        }
+        let window = options.context_window.max(config.block_size);
+        // One block more than the rows need: the window slides by whole blocks.
+        let per_context = (window + config.block_size).div_ceil(BLOCK_TOKENS) + 1;
+        let num_blocks = per_context * options.max_contexts;
+        Ok(Self {
+            spec: DrafterSpec {
+                block_size: config.block_size,
+                hidden_size: config.hidden_size,
+                vocab_size: target.config.vocab_size,
+                context_window: window,
+                num_layers: config.num_layers,
+            },
+            exec: Executor::new(options.threads, options.isa),
+            vocabulary,
+            layers,
+            attention: config.attention.clone(),
+            kv: (0..config.num_layers)
+                .map(|_| KvLayer::new(shape.attention, num_blocks))
+                .collect(),
+            final_norm: NormWeights {
+                weight: drafter.tensor("norm.weight", &[config.hidden_size])?,
+                eps: config.rms_norm_eps,
+            },
+            inverse_frequencies: RotaryRows::inverse_frequencies(
+                config.rope_theta,
+                config.head_dim,
+            ),
+            context_length: target.config.context_length,
+            mask_token: config.mask_token_id,
+            blocks: BlockPool::new(num_blocks),
+            contexts: HashMap::new(),
+            next_context: 0,
+            max_contexts: options.max_contexts,
+            scratch: Scratch::default(),
+        })
+    }
+
+    /// Appends rows that fit the window, `[n, hidden]` with `n <= CONTEXT_ROWS`.
+    fn append_rows(&mut self, id: ContextId, rows: &[f32]) -> Result<(), EngineError> {
+        let count = rows.len() / self.spec.hidden_size;
+        let context = self
+            .contexts
+            .get_mut(&id.0)
+            .ok_or(EngineError::UnknownContext(id.0))?;
+        let stale = (context.rows + count).saturating_sub(self.spec.context_window) / BLOCK_TOKENS;
+        let stale = stale.min(context.rows / BLOCK_TOKENS);
+        self.blocks.release_front(&mut context.table, stale);
+        context.first += stale * BLOCK_TOKENS;
+        context.rows -= stale * BLOCK_TOKENS;
+        self.blocks.grow(&mut context.table, context.rows + count)?;
+        let slots: Vec<_> = (context.rows..context.rows + count)
+            .map(|slot| context.table.locate(slot))
+            .collect();
+        let rotary = RotaryRows::new(
+            &self.inverse_frequencies,
+            context.end()..context.end() + count,
+        );
+        for (layer, kv) in self.layers.iter().zip(&mut self.kv) {
+            layer.store_context(&mut self.exec, rows, &rotary, &slots, kv);
+        }
+        context.rows += count;
+        Ok(())
+    }
+
+    /// Makes room for the blocks and embeds their slots: the root, then masks.
+    fn open_blocks(&mut self, requests: &[BlockRequest]) -> Result<Vec<f32>, EngineError> {
+        let size = self.spec.block_size;
+        let mut hidden = Vec::with_capacity(requests.len() * size * self.spec.hidden_size);
+        for request in requests {
+            let context = self
+                .contexts
+                .get_mut(&request.context.0)
+                .ok_or(EngineError::UnknownContext(request.context.0))?;
+            // Slots past the context length cannot be verified, but cutting them would break the trained block.
+            if context.end() >= self.context_length {
+                return Err(EngineError::ContextOverflow {
+                    position: context.end(),
+                    context_length: self.context_length,
+                });
+            }
+            self.blocks.grow(&mut context.table, context.rows + size)?;
+            self.vocabulary.embed(request.root_token, &mut hidden)?;
+            for _ in 1..size {
+                self.vocabulary.embed(self.mask_token, &mut hidden)?;
+            }
+        }
+        Ok(hidden)
+    }
+}
+
+impl Drafter for CpuDrafter {
+    fn spec(&self) -> &DrafterSpec {
+        &self.spec
+    }
+
+    fn open(&mut self) -> Result<ContextId, EngineError> {
+        if self.contexts.len() >= self.max_contexts {
+            return Err(EngineError::OutOfContexts(self.max_contexts));
+        }
+        let id = self.next_context;
+        self.next_context += 1;
+        self.contexts.insert(id, Context::default());
+        Ok(ContextId(id))
+    }
+
+    fn close(&mut self, context: ContextId) {
+        if let Some(mut context) = self.contexts.remove(&context.0) {
+            self.blocks.release(&mut context.table);
+        }
+    }
+
+    fn context(&self, context: ContextId) -> Result<Range<u32>, EngineError> {
+        let context = self
+            .contexts
+            .get(&context.0)
+            .ok_or(EngineError::UnknownContext(context.0))?;
+        Ok(context.first as u32..context.end() as u32)
+    }
+
+    fn append_context(
+        &mut self,
+        id: ContextId,
+        start: u32,
+        rows: &[f32],
+    ) -> Result<(), EngineError> {
+        let hidden = self.spec.hidden_size;
+        if !rows.len().is_multiple_of(hidden) {
+            return Err(EngineError::InvalidBatch(format!(
+                "{} feature values are not a whole number of rows of {hidden}",
+                rows.len()
+            )));
+        }
+        let count = rows.len() / hidden;
+        let end = start as usize + count;
+        if end > self.context_length {
+            return Err(EngineError::ContextOverflow {
+                position: end - 1,
+                context_length: self.context_length,
+            });
+        }
+        let context = self
+            .contexts
+            .get_mut(&id.0)
+            .ok_or(EngineError::UnknownContext(id.0))?;
+        if context.rows == 0 {
+            context.first = start as usize;
+        } else if context.end() != start as usize {
+            return Err(EngineError::ContextGap {
+                start,
+                expected: context.end() as u32,
+            });
+        }
+        let skipped = count.saturating_sub(self.spec.context_window);
+        if skipped > 0 {
+            // The rows alone fill the window: nothing older counts.
+            self.blocks.release(&mut context.table);
+            *context = Context {
+                first: start as usize + skipped,
+                ..Context::default()
+            };
+        }
+        for rows in rows[skipped * hidden..].chunks(CONTEXT_ROWS * hidden) {
+            self.append_rows(id, rows)?;
+        }
+        Ok(())
+    }
+
+    fn block_hidden(&mut self, requests: &[BlockRequest]) -> Result<Vec<f32>, EngineError> {
+        let (size, width) = (self.spec.block_size, self.spec.hidden_size);
+        let mut hidden = self.open_blocks(requests)?;
+        let contexts: Vec<&Context> = requests
+            .iter()
+            .map(|r| &self.contexts[&r.context.0])
+            .collect();
+        let blocks = BlockRows::new(&contexts, size, &self.inverse_frequencies);
+        for ((layer, kv), attention) in self.layers.iter().zip(&mut self.kv).zip(&self.attention) {
+            let views = blocks.views(&contexts, attention);
+            let rows = LayerRows {
+                rotary: &blocks.rotary,
+                slots: &blocks.slots,
+                views: &views,
+            };
+            layer.forward(&mut self.exec, &mut hidden, &rows, kv, &mut self.scratch);
+        }
+        let mut drafted = Vec::with_capacity(requests.len() * (size - 1) * width);
+        for block in hidden.chunks_exact(size * width) {
+            drafted.extend_from_slice(&block[width..]);
+        }
+        drafted
+            .chunks_exact_mut(width)
+            .for_each(|row| self.final_norm.apply(row));
+        Ok(drafted)
+    }
+
+    fn head_topk(&mut self, hidden: &[f32], k: usize) -> Result<Vec<HeadRow>, EngineError> {
+        let head = self.vocabulary.head().ok_or(EngineError::NoHead)?;
+        log_prob_rows(&mut self.exec, hidden, k, head)
+    }
+}
+
+/// Where the slots of some blocks lie.
+struct BlockRows {
+    size: usize,
+    rotary: RotaryRows,
+    slots: Vec<(BlockId, usize)>,
+    /// Cache slots of every block's rows, `[blocks * size]`.
+    tails: Vec<u32>,
+}
+
+impl BlockRows {
+    fn new(contexts: &[&Context], size: usize, inverse_frequencies: &[f32]) -> Self {
+        let own_slots = |c: &Context| c.rows..c.rows + size;
+        Self {
+            size,
+            rotary: RotaryRows::new(
+                inverse_frequencies,
+                contexts.iter().flat_map(|c| c.end()..c.end() + size),
+            ),
+            slots: contexts
+                .iter()
+                .flat_map(|c| own_slots(c).map(|slot| c.table.locate(slot)))
+                .collect(),
+            tails: contexts
+                .iter()
+                .flat_map(|c| own_slots(c).map(|slot| slot as u32))
+                .collect(),
+        }
+    }
+
+    /// Every slot sees the context and, unless the layer is causal, the whole block (algorithms.md 1.3).
+    fn views<'a>(
+        &'a self,
+        contexts: &[&'a Context],
+        attention: &DrafterAttention,
+    ) -> Vec<RowView<'a>> {
+        let mut views = Vec::with_capacity(self.slots.len());
+        for (context, tail) in contexts.iter().zip(self.tails.chunks_exact(self.size)) {
+            for slot in 0..self.size {
+                let seen = if attention.causal {
+                    slot + 1
+                } else {
+                    self.size
+                };
+                // Visible iff query - key < window, in positions.
+                let oldest = attention
+                    .window
+                    .map_or(0, |window| (context.rows + slot + 1).saturating_sub(window));
+                views.push(RowView {
+                    table: &context.table,
+                    prefix: oldest.min(context.rows)..context.rows,
+                    tail: &tail[oldest.saturating_sub(context.rows)..seen],
+                });
+            }
+        }
+        views
+    }
+}

@@ -1,0 +1,198 @@
+//! A small persistent thread pool for the many short parallel sections of a forward.
+//!
+//! A forward has some two hundred sections of 10 µs to 1 ms. Workers therefore spin for a moment between them and
+//! sleep only when the forward is over, which costs one wake-up per forward instead of one per section.
+
+use std::cell::UnsafeCell;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::{self, JoinHandle};
+
+/// Polls before a worker sleeps: some 100 µs, longer than any gap inside a forward.
+const SPINS: usize = 4_000;
+/// Polls before the caller gives its core to a worker that lost its own.
+const SPINS_BEFORE_YIELD: usize = 200;
+
+type Section<'a> = &'a (dyn Fn(usize) + Sync);
+
+struct Shared {
+    /// Number of the current section; raised to start one.
+    epoch: AtomicUsize,
+    section: UnsafeCell<Option<Section<'static>>>,
+    running: AtomicUsize,
+    panicked: AtomicBool,
+    stop: AtomicBool,
+}
+
+// SAFETY: `section` is written only while no worker runs (`running == 0`) and read only after the epoch that
+// publishes it was observed with acquire ordering.
+unsafe impl Sync for Shared {}
+
+/// Threads that run sections of work together with the calling thread.
+pub(crate) struct ThreadPool {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+}
+
+impl ThreadPool {
+    /// A pool of `threads` including the caller's.
+    pub(crate) fn new(threads: usize) -> Self {
+        let shared = Arc::new(Shared {
+            epoch: AtomicUsize::new(0),
+            section: UnsafeCell::new(None),
+            running: AtomicUsize::new(0),
+            panicked: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+        });
+        let workers = (1..threads.max(1))
+            .map(|index| {
+                let shared = shared.clone();
+                thread::Builder::new()
+                    .name(format!("forward-{index}"))
+                    .spawn(move || work(&shared, index))
+                    .expect("the operating system can start a thread")
+            })
+            .collect();
+        Self { shared, workers }
+    }
+
+    /// Threads including the caller's.
+    pub(crate) fn threads(&self) -> usize {
+        self.workers.len() + 1
+    }
+
+    /// Runs `section(thread)` once on every thread and returns when all are done.
+    ///
+    /// # Panics
+    /// When a section panics, on whichever thread.
+    pub(crate) fn run(&mut self, section: &(dyn Fn(usize) + Sync)) {
+        if self.workers.is_empty() {
+            return section(0);
+        }
+        let shared = &*self.shared;
+        // SAFETY: no worker runs now, and none touches the section after `running` is back to 0 below, which
+        // happens before this function returns or unwinds. So the borrow outlives every use.
+        unsafe {
+            *shared.section.get() = Some(std::mem::transmute::<Section<'_>, Section<'static>>(
+                section,
+            ));
+        }
+        shared.running.store(self.workers.len(), Ordering::Relaxed);
+        shared.epoch.fetch_add(1, Ordering::Release);
+        for worker in &self.workers {
+            worker.thread().unpark();
+        }
+        let own = catch_unwind(AssertUnwindSafe(|| section(0)));
+        let mut spins = 0;
+        while shared.running.load(Ordering::Acquire) > 0 {
+            spins += 1;
+            if spins % SPINS_BEFORE_YIELD == 0 {
+                thread::yield_now();
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+        if let Err(panic) = own {
+            std::panic::resume_unwind(panic);
+        }
+        assert!(
+            !shared.panicked.load(Ordering::Relaxed),
+            "a worker of the forward panicked"
+        );
+    }
+
+    /// Splits `0..items` into ranges of at most `grain` that the threads take as they become free.
+    pub(crate) fn for_ranges(
+        &mut self,
+        items: usize,
+        grain: usize,
+        body: &(dyn Fn(Range<usize>) + Sync),
+    ) {
+        let grain = grain.max(1);
+        if items <= grain || self.workers.is_empty() {
+            return body(0..items);
+        }
+        let next = AtomicUsize::new(0);
+        self.run(&|_| {
+            loop {
+                let start = next.fetch_add(grain, Ordering::Relaxed);
+                if start >= items {
+                    return;
+                }
+                body(start..items.min(start + grain));
+            }
+        });
+    }
+}
+
+fn work(shared: &Shared, index: usize) {
+    let mut seen = 0;
+    loop {
+        let mut spins = 0;
+        while shared.epoch.load(Ordering::Acquire) == seen {
+            if shared.stop.load(Ordering::Relaxed) {
+                return;
+            }
+            spins += 1;
+            if spins < SPINS {
+                std::hint::spin_loop();
+            } else {
+                // `unpark` leaves a token when it comes first, so no start is missed.
+                thread::park();
+            }
+        }
+        seen = seen.wrapping_add(1);
+        // SAFETY: the acquire load above saw the epoch that published this section.
+        let section = unsafe { *shared.section.get() };
+        if let Some(section) = section
+            && catch_unwind(AssertUnwindSafe(|| section(index))).is_err()
+        {
+            shared.panicked.store(true, Ordering::Relaxed);
+        }
+        shared.running.fetch_sub(1, Ordering::Release);
+    }
+}
+
+impl Drop for ThreadPool {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        for worker in self.workers.drain(..) {
+            worker.thread().unpark();
+            // A worker cannot panic outside a section, and those are caught.
+            let _ = worker.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    #[test]
+    fn every_item_is_done_once() {
+        let mut pool = ThreadPool::new(3);
+        for round in 0..200 {
+            let done = Mutex::new(vec![0; 97]);
+            pool.for_ranges(97, 5, &|range| {
+                let mut done = done.lock().unwrap();
+                range.for_each(|i| done[i] += 1);
+            });
+            assert!(
+                done.into_inner().unwrap().iter().all(|&n| n == 1),
+                "round {round}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_panic_on_a_worker_reaches_the_caller() {
+        let mut pool = ThreadPool::new(2);
+        let outcome = catch_unwind(AssertUnwindSafe(|| {
+            pool.run(&|thread| assert_ne!(thread, 1, "boom"));
+        }));
+        assert!(outcome.is_err());
+    }
+}
