@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 use crate::config_file::ConfigFile;
 use crate::safetensors_directory::SafetensorsDirectory;
 use crate::target::label_of;
-use crate::{CheckpointError, DrafterConfig, TargetConfig};
+use crate::{CheckpointError, DrafterConfig, StoredMatrix, TargetConfig};
 
 /// A DFlash v1 drafter (z-lab layout): a directory with config.json and safetensors.
 ///
@@ -57,6 +57,15 @@ impl DrafterCheckpoint {
     /// When the tensor is missing, has another shape, or is stored in a number format without a conversion.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, CheckpointError> {
         self.weights.tensor(&self.stored_name(name), shape)
+    }
+
+    /// A matrix, `[rows, columns]`, in the number format of the file where [`crate::MatrixFormat`] has it, otherwise
+    /// as f32. `name` has no `model.` prefix.
+    ///
+    /// # Errors
+    /// As [`DrafterCheckpoint::tensor`].
+    pub fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<StoredMatrix, CheckpointError> {
+        self.weights.matrix(&self.stored_name(name), shape)
     }
 
     /// Whether a tensor is stored under `name`, with or without the `model.` prefix.

@@ -9,7 +9,7 @@ use safetensors::{SafeTensorError, SafeTensors};
 
 use crate::config_file::ConfigFile;
 use crate::mapped_file::MappedFile;
-use crate::{CheckpointError, float_bytes};
+use crate::{CheckpointError, MatrixFormat, StoredMatrix, float_bytes};
 
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX_FILE: &str = "model.safetensors.index.json";
@@ -114,6 +114,20 @@ impl SafetensorsDirectory {
     pub(crate) fn tensor(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, CheckpointError> {
         let (stored, widen) = self.find(name, shape)?;
         Ok(widen(self.bytes_of(stored)))
+    }
+
+    /// The tensor as a matrix, bf16 as stored and everything else widened to f32.
+    pub(crate) fn matrix(
+        &self,
+        name: &str,
+        shape: [usize; 2],
+    ) -> Result<StoredMatrix, CheckpointError> {
+        let (stored, widen) = self.find(name, &shape)?;
+        let bytes = self.bytes_of(stored);
+        let as_stored = (stored.dtype == Dtype::BF16)
+            .then(|| StoredMatrix::new(MatrixFormat::Bf16, shape, bytes.to_vec()))
+            .flatten();
+        Ok(as_stored.unwrap_or_else(|| StoredMatrix::from_f32(&widen(bytes), shape[1])))
     }
 
     /// The bytes of a tensor as they are in the file.

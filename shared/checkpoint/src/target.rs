@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use crate::config_file::ConfigFile;
 use crate::gguf::{GgufTarget, is_gguf};
 use crate::safetensors_directory::SafetensorsDirectory;
-use crate::{CheckpointError, TargetConfig};
+use crate::{CheckpointError, StoredMatrix, TargetConfig};
 
 /// A target model: its configuration, and its tensors under Hugging Face names whatever the format.
 ///
@@ -64,6 +64,18 @@ impl TargetCheckpoint {
         match &self.weights {
             Weights::Safetensors(directory) => directory.tensor(name, shape),
             Weights::Gguf(target) => target.tensor(name, shape),
+        }
+    }
+
+    /// The matrix with the Hugging Face name `name`, `[rows, columns]`, in the number format of the file where
+    /// [`crate::MatrixFormat`] has it, otherwise as f32. The values are those of [`TargetCheckpoint::tensor`].
+    ///
+    /// # Errors
+    /// As [`TargetCheckpoint::tensor`].
+    pub fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<StoredMatrix, CheckpointError> {
+        match &self.weights {
+            Weights::Safetensors(directory) => directory.matrix(name, shape),
+            Weights::Gguf(target) => target.matrix(name, shape),
         }
     }
 

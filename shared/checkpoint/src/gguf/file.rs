@@ -9,7 +9,7 @@ use super::header::{Header, StoredTensor};
 use super::metadata::{Value, ValueType};
 use super::tensor_type;
 use crate::mapped_file::MappedFile;
-use crate::{CheckpointError, float_bytes};
+use crate::{CheckpointError, MatrixFormat, StoredMatrix, float_bytes};
 
 /// A parsed and fully bounds-checked GGUF file.
 #[derive(Debug)]
@@ -72,6 +72,33 @@ impl GgufFile {
                 let message = format!("tensor {name} ({quantized:?}) cannot be converted: {error}");
                 CheckpointError::malformed(self.path(), message)
             }),
+        }
+    }
+
+    /// The tensor as a matrix, in its own format where [`MatrixFormat`] has it and otherwise as f32.
+    pub(crate) fn matrix(
+        &self,
+        name: &str,
+        shape: [usize; 2],
+        label: &str,
+    ) -> Result<StoredMatrix, CheckpointError> {
+        let tensor = self.find(name, &shape, label)?;
+        let format = match tensor.dtype {
+            GgmlDType::BF16 => Some(MatrixFormat::Bf16),
+            GgmlDType::Q8_0 => Some(MatrixFormat::Q8_0),
+            GgmlDType::Q4_1 => Some(MatrixFormat::Q4_1),
+            _ => None,
+        };
+        let stored = format.and_then(|format| {
+            let bytes = self.file[tensor.bytes.clone()].to_vec();
+            StoredMatrix::new(format, shape, bytes)
+        });
+        match stored {
+            Some(stored) => Ok(stored),
+            None => {
+                let values = self.tensor(name, &shape, label)?;
+                Ok(StoredMatrix::from_f32(&values, shape[1]))
+            }
         }
     }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use super::GgufFile;
 use crate::attention_shape::AttentionShape;
 use crate::target_config::push_unique;
-use crate::{Architecture, CheckpointError, TargetConfig, limits};
+use crate::{Architecture, CheckpointError, StoredMatrix, TargetConfig, limits};
 
 /// Whether `path` is meant as a GGUF file (a file rather than a directory).
 pub(crate) fn is_gguf(path: &Path) -> bool {
@@ -50,16 +50,37 @@ impl GgufTarget {
         let values = self
             .file
             .tensor(&gguf_name(name).unwrap_or_default(), shape, name)?;
-        let rotated = name.ends_with(".q_proj.weight") || name.ends_with(".k_proj.weight");
-        if rotated && self.config.architecture == Architecture::Llama {
-            let row_len = shape.last().copied().unwrap_or(1);
-            return Ok(interleaved_to_half_split(
-                &values,
-                self.config.head_dim,
-                row_len,
-            ));
+        if self.is_interleaved(name) {
+            let columns = shape.last().copied().unwrap_or(1);
+            let rows = 0..values.len() / columns;
+            return Ok(rows
+                .map(|row| half_split_row(row, self.config.head_dim))
+                .flat_map(|row| &values[row * columns..(row + 1) * columns])
+                .copied()
+                .collect());
         }
         Ok(values)
+    }
+
+    /// The matrix with the Hugging Face name `name`, its rows in Hugging Face order.
+    pub(crate) fn matrix(
+        &self,
+        name: &str,
+        shape: [usize; 2],
+    ) -> Result<StoredMatrix, CheckpointError> {
+        let matrix = self
+            .file
+            .matrix(&gguf_name(name).unwrap_or_default(), shape, name)?;
+        if self.is_interleaved(name) {
+            return Ok(matrix.reorder_rows(|row| half_split_row(row, self.config.head_dim)));
+        }
+        Ok(matrix)
+    }
+
+    /// Whether the rows are stored in the order that llama.cpp's converter gives Llama's rotated projections.
+    fn is_interleaved(&self, name: &str) -> bool {
+        let rotated = name.ends_with(".q_proj.weight") || name.ends_with(".k_proj.weight");
+        rotated && self.config.architecture == Architecture::Llama
     }
 }
 
@@ -94,20 +115,12 @@ fn gguf_name(name: &str) -> Option<String> {
     Some(format!("blk.{layer}.{stored}.weight"))
 }
 
-/// Reorders the rows of a query or key projection. llama.cpp's converter stores Llama's rows so that RoPE rotates
-/// neighbours (2i, 2i+1); Hugging Face, and this project, rotate (i, i + head_dim/2).
-fn interleaved_to_half_split(values: &[f32], head_dim: usize, row_len: usize) -> Vec<f32> {
+/// Where row `row` of a query or key projection is stored. llama.cpp's converter stores Llama's rows so that RoPE
+/// rotates neighbours (2i, 2i+1); Hugging Face, and this project, rotate (i, i + head_dim/2).
+fn half_split_row(row: usize, head_dim: usize) -> usize {
+    let (head, lane) = (row / head_dim, row % head_dim);
     let half = head_dim / 2;
-    let mut reordered = Vec::with_capacity(values.len());
-    for head in values.chunks_exact(head_dim * row_len) {
-        for parity in 0..2 {
-            for pair in 0..half {
-                let row = 2 * pair + parity;
-                reordered.extend_from_slice(&head[row * row_len..(row + 1) * row_len]);
-            }
-        }
-    }
-    reordered
+    head * head_dim + 2 * (lane % half) + lane / half
 }
 
 /// The metadata of one architecture: keys are `ARCHITECTURE.NAME`.
@@ -320,10 +333,7 @@ mod tests {
     #[test]
     fn interleaved_rows_become_half_split_in_every_head() {
         // Two heads of four rows, one value a row: pairs (0,1), (2,3) become halves (0,2), (1,3).
-        let stored = [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0];
-        assert_eq!(
-            interleaved_to_half_split(&stored, 4, 1),
-            [0.0, 2.0, 1.0, 3.0, 10.0, 12.0, 11.0, 13.0]
-        );
+        let order: Vec<usize> = (0..8).map(|row| half_split_row(row, 4)).collect();
+        assert_eq!(order, [0, 2, 1, 3, 4, 6, 5, 7]);
     }
 }

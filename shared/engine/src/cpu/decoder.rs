@@ -1,6 +1,6 @@
 //! One decoder layer of the Llama / Qwen3 family, shared by the target and the drafter.
 
-use treespec_checkpoint::CheckpointError;
+use treespec_checkpoint::{CheckpointError, DrafterCheckpoint, StoredMatrix, TargetCheckpoint};
 
 use super::Executor;
 use super::kernels::{
@@ -9,8 +9,34 @@ use super::kernels::{
 };
 use crate::kv_cache::BlockId;
 
-/// Reads a named tensor of a known shape, row-major f32.
-pub(super) type TensorSource<'a> = &'a dyn Fn(&str, &[usize]) -> Result<Vec<f32>, CheckpointError>;
+/// A checkpoint that layers are loaded from.
+pub(super) trait TensorSource {
+    /// A tensor of a known shape, row-major.
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, CheckpointError>;
+
+    /// A matrix `[rows, columns]` in its stored format.
+    fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<StoredMatrix, CheckpointError>;
+}
+
+impl TensorSource for TargetCheckpoint {
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, CheckpointError> {
+        self.tensor(name, shape)
+    }
+
+    fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<StoredMatrix, CheckpointError> {
+        self.matrix(name, shape)
+    }
+}
+
+impl TensorSource for DrafterCheckpoint {
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, CheckpointError> {
+        self.tensor(name, shape)
+    }
+
+    fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<StoredMatrix, CheckpointError> {
+        self.matrix(name, shape)
+    }
+}
 
 /// Sizes of a layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -51,35 +77,40 @@ pub(super) struct DecoderLayer {
 impl DecoderLayer {
     /// Loads the tensors below `prefix`, for example `model.layers.3`.
     pub(super) fn load(
-        source: TensorSource<'_>,
+        source: &impl TensorSource,
         prefix: &str,
         shape: LayerShape,
     ) -> Result<Self, CheckpointError> {
         let (hidden, head_dim) = (shape.hidden, shape.attention.head_dim);
-        let tensor = |name: &str, dims: &[usize]| source(&format!("{prefix}.{name}.weight"), dims);
         let norm = |name: &str, width: usize| {
-            tensor(name, &[width]).map(|weight| NormWeights {
+            let weight = source.tensor(&format!("{prefix}.{name}.weight"), &[width])?;
+            Ok::<_, CheckpointError>(NormWeights {
                 weight,
                 eps: shape.eps,
             })
         };
         let head_norm = |name: &str| shape.head_norms.then(|| norm(name, head_dim)).transpose();
+        let matrix = |name: &str, rows: usize, columns: usize| {
+            source.matrix(&format!("{prefix}.{name}.weight"), [rows, columns])
+        };
         let (q, kv, inner) = (shape.query_width(), shape.key_width(), shape.intermediate);
-        let keys = tensor("self_attn.k_proj", &[kv, hidden])?;
-        let values = tensor("self_attn.v_proj", &[kv, hidden])?;
-        let gate = tensor("mlp.gate_proj", &[inner, hidden])?;
-        let up = tensor("mlp.up_proj", &[inner, hidden])?;
         Ok(Self {
             shape,
             input_norm: norm("input_layernorm", hidden)?,
-            query: PackedLinear::pack(&tensor("self_attn.q_proj", &[q, hidden])?, q, hidden),
-            key_value: PackedLinear::pack_stacked(&[&keys, &values], hidden),
+            query: PackedLinear::pack(&matrix("self_attn.q_proj", q, hidden)?),
+            key_value: PackedLinear::pack_stacked(&[
+                &matrix("self_attn.k_proj", kv, hidden)?,
+                &matrix("self_attn.v_proj", kv, hidden)?,
+            ]),
             query_norm: head_norm("self_attn.q_norm")?,
             key_norm: head_norm("self_attn.k_norm")?,
-            output: PackedLinear::pack(&tensor("self_attn.o_proj", &[hidden, q])?, hidden, q),
+            output: PackedLinear::pack(&matrix("self_attn.o_proj", hidden, q)?),
             post_norm: norm("post_attention_layernorm", hidden)?,
-            gate_up: PackedLinear::pack_gate_up(&gate, &up, hidden),
-            down: PackedLinear::pack(&tensor("mlp.down_proj", &[hidden, inner])?, hidden, inner),
+            gate_up: PackedLinear::pack_gate_up(
+                &matrix("mlp.gate_proj", inner, hidden)?,
+                &matrix("mlp.up_proj", inner, hidden)?,
+            ),
+            down: PackedLinear::pack(&matrix("mlp.down_proj", hidden, inner)?),
         })
     }
 

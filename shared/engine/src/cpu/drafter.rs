@@ -110,13 +110,12 @@ impl CpuDrafter {
             eps: config.rms_norm_eps,
             head_norms: true,
         };
-        let source = |name: &str, dims: &[usize]| drafter.tensor(name, dims);
         let vocabulary = VocabularyWeights::load(target, options.with_head)?;
         report(1);
         let mut layers = Vec::with_capacity(config.num_layers);
         for layer in 0..config.num_layers {
             layers.push(DecoderLayer::load(
-                &source,
+                drafter,
                 &format!("layers.{layer}"),
                 shape,
             )?);

@@ -1,6 +1,6 @@
 //! Token embeddings and the output head, one copy of the weights when they are tied.
 
-use treespec_checkpoint::{CheckpointError, TargetCheckpoint};
+use treespec_checkpoint::{CheckpointError, StoredMatrix, TargetCheckpoint};
 
 use super::kernels::PackedLinear;
 use crate::EngineError;
@@ -8,7 +8,7 @@ use crate::EngineError;
 /// Embedding and, unless it was left out, the head of a target.
 pub(super) struct VocabularyWeights {
     /// `[vocab, hidden]`; absent when the rows can be read back from the tied head.
-    table: Option<Vec<f32>>,
+    table: Option<StoredMatrix>,
     head: Option<PackedLinear>,
     vocab_size: usize,
     hidden_size: usize,
@@ -21,15 +21,15 @@ impl VocabularyWeights {
     ) -> Result<Self, CheckpointError> {
         let config = &target.config;
         let shape = [config.vocab_size, config.hidden_size];
-        let table = target.tensor("model.embed_tokens.weight", &shape)?;
-        let pack = |w: &[f32]| PackedLinear::pack(w, shape[0], shape[1]);
+        let embedding = "model.embed_tokens.weight";
+        let pack = |name: &str| target.matrix(name, shape).map(|m| PackedLinear::pack(&m));
         let (table, head) = match (with_head, config.tie_word_embeddings) {
-            (false, _) => (Some(table), None),
-            (true, true) => (None, Some(pack(&table))),
-            (true, false) => {
-                let head = pack(&target.tensor("lm_head.weight", &shape)?);
-                (Some(table), Some(head))
-            }
+            (false, _) => (Some(target.matrix(embedding, shape)?), None),
+            (true, true) => (None, Some(pack(embedding)?)),
+            (true, false) => (
+                Some(target.matrix(embedding, shape)?),
+                Some(pack("lm_head.weight")?),
+            ),
         };
         Ok(Self {
             table,
@@ -50,7 +50,7 @@ impl VocabularyWeights {
         }
         let start = out.len();
         if let Some(table) = &self.table {
-            out.extend_from_slice(&table[index * self.hidden_size..(index + 1) * self.hidden_size]);
+            out.extend(table.row_f32(index));
         } else if let Some(head) = &self.head {
             out.resize(start + self.hidden_size, 0.0);
             head.copy_row(index, &mut out[start..]);

@@ -67,13 +67,12 @@ impl CpuTarget {
         report(0);
         let exec = Executor::new(options.threads, options.isa);
         let shape = layer_shape(config);
-        let source = |name: &str, dims: &[usize]| target.tensor(name, dims);
         let vocabulary = VocabularyWeights::load(target, true)?;
         report(1);
         let mut layers = Vec::with_capacity(config.num_layers);
         for layer in 0..config.num_layers {
             let prefix = format!("model.layers.{layer}");
-            layers.push(DecoderLayer::load(&source, &prefix, shape)?);
+            layers.push(DecoderLayer::load(target, &prefix, shape)?);
             report(layer + 2);
         }
         let final_norm = NormWeights {
@@ -306,9 +305,9 @@ impl FeatureProjection {
         drafter.check_target(target)?;
         let config = &drafter.config;
         let (hidden, taps) = (config.hidden_size, config.taps.clone());
-        let fc = drafter.tensor("fc.weight", &[hidden, taps.len() * hidden])?;
+        let fc = drafter.matrix("fc.weight", [hidden, taps.len() * hidden])?;
         Ok(Self {
-            fc: PackedLinear::pack(&fc, hidden, taps.len() * hidden),
+            fc: PackedLinear::pack(&fc),
             hidden_norm: NormWeights {
                 weight: drafter.tensor("hidden_norm.weight", &[hidden])?,
                 eps: config.rms_norm_eps,

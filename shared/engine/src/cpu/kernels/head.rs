@@ -3,7 +3,8 @@
 use std::sync::Mutex;
 
 use super::lanes::{LANES, Lanes};
-use super::linear::{Output, PackedLinear, Rows, linear_panels};
+use super::linear::{Output, Rows, linear_panels};
+use super::packed::{PANEL, PackedLinear};
 use super::pool::ThreadPool;
 use super::{Isa, dispatch};
 use crate::batch::HeadRequest;
@@ -11,7 +12,7 @@ use crate::head_topk::{HeadRow, TopK, log_normaliser};
 
 /// Panels of one vocabulary chunk. Chunks are absolute, so sums over them do not depend on the threads.
 const CHUNK_PANELS: usize = 32;
-const CHUNK: usize = CHUNK_PANELS * PackedLinear::panel_columns();
+const CHUNK: usize = CHUNK_PANELS * PANEL;
 /// Rows of one sweep over the head's weights; more would push the logits of a chunk out of the cache.
 const SWEEP_ROWS: usize = 64;
 
@@ -91,7 +92,7 @@ impl Partial {
     ) {
         let first_panel = chunk * CHUNK_PANELS;
         let last_panel = head.panels().min(first_panel + CHUNK_PANELS);
-        let first_token = first_panel * PackedLinear::panel_columns();
+        let first_token = first_panel * PANEL;
         let width = CHUNK.min(head.columns() - first_token);
         let logits = &mut logits[..requests.len() * width];
         let x = Rows {
@@ -218,7 +219,9 @@ mod tests {
         let weights: Vec<f32> = (0..vocab * depth)
             .map(|i| ((i * 7_919) % 211) as f32 / 100.0 - 1.0)
             .collect();
-        PackedLinear::pack(&weights, vocab, depth)
+        PackedLinear::pack(&treespec_checkpoint::StoredMatrix::from_f32(
+            &weights, depth,
+        ))
     }
 
     #[test]

@@ -20,6 +20,12 @@ pub(super) trait Lanes: Copy {
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(p: *const f32) -> Self;
     unsafe fn store(self, p: *mut f32);
+    /// Sixteen bfloat16.
+    unsafe fn load_bf16(p: *const u16) -> Self;
+    /// Sixteen signed bytes.
+    unsafe fn load_i8(p: *const i8) -> Self;
+    /// Sixteen bytes: their low halves, then their high halves, as 0..=15.
+    unsafe fn load_nibbles(p: *const u8) -> [Self; 2];
     /// `self * b + c`, fused where the instruction set has it.
     unsafe fn mul_add(self, b: Self, c: Self) -> Self;
     unsafe fn add(self, other: Self) -> Self;
@@ -116,6 +122,29 @@ impl Lanes for Avx512 {
         unsafe { _mm512_storeu_ps(p, self.0) }
     }
     #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self {
+        unsafe {
+            let halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(halves)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> Self {
+        unsafe {
+            let bytes = _mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()));
+            Self(_mm512_cvtepi32_ps(bytes))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_nibbles(p: *const u8) -> [Self; 2] {
+        unsafe {
+            let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
+            let low = _mm512_and_si512(bytes, _mm512_set1_epi32(15));
+            let high = _mm512_srli_epi32::<4>(bytes);
+            [low, high].map(|half| Self(_mm512_cvtepi32_ps(half)))
+        }
+    }
+    #[inline(always)]
     unsafe fn mul_add(self, b: Self, c: Self) -> Self {
         Self(unsafe { _mm512_fmadd_ps(self.0, b.0, c.0) })
     }
@@ -173,6 +202,41 @@ impl Lanes for Avx2 {
         unsafe {
             _mm256_storeu_ps(p, self.0);
             _mm256_storeu_ps(p.add(8), self.1);
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self {
+        #[inline(always)]
+        unsafe fn half(p: *const u16) -> __m256 {
+            unsafe {
+                let halves = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(halves))
+            }
+        }
+        unsafe { Self(half(p), half(p.add(8))) }
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> Self {
+        #[inline(always)]
+        unsafe fn half(p: *const i8) -> __m256 {
+            unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast()))) }
+        }
+        unsafe { Self(half(p), half(p.add(8))) }
+    }
+    #[inline(always)]
+    unsafe fn load_nibbles(p: *const u8) -> [Self; 2] {
+        #[inline(always)]
+        unsafe fn half(p: *const u8) -> [__m256; 2] {
+            unsafe {
+                let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
+                let low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
+                let high = _mm256_srli_epi32::<4>(bytes);
+                [_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)]
+            }
+        }
+        unsafe {
+            let ([low0, high0], [low1, high1]) = (half(p), half(p.add(8)));
+            [Self(low0, low1), Self(high0, high1)]
         }
     }
     #[inline(always)]
@@ -281,6 +345,23 @@ impl Lanes for Portable {
     #[inline(always)]
     unsafe fn store(self, p: *mut f32) {
         unsafe { p.cast::<[f32; LANES]>().write_unaligned(self.0) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self {
+        let halves = unsafe { p.cast::<[u16; LANES]>().read_unaligned() };
+        Self(halves.map(|half| f32::from_bits(u32::from(half) << 16)))
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> Self {
+        Self(unsafe { p.cast::<[i8; LANES]>().read_unaligned() }.map(f32::from))
+    }
+    #[inline(always)]
+    unsafe fn load_nibbles(p: *const u8) -> [Self; 2] {
+        let bytes = unsafe { p.cast::<[u8; LANES]>().read_unaligned() };
+        [
+            Self(bytes.map(|byte| f32::from(byte & 15))),
+            Self(bytes.map(|byte| f32::from(byte >> 4))),
+        ]
     }
     #[inline(always)]
     unsafe fn mul_add(self, b: Self, c: Self) -> Self {

@@ -2,102 +2,12 @@
 //! ascending k, whatever the number of rows. That makes a row's bits independent of its neighbours.
 
 use super::lanes::{LANES, Lanes};
+use super::packed::{F32Panel, PANEL, PackedLinear, Panel, PanelReader, block_end, blocks};
 use super::pool::ThreadPool;
 use super::{Isa, SharedMut, dispatch};
 
-/// Output columns of one panel.
-const PANEL: usize = 2 * LANES;
 /// Largest row tile of any instruction set.
 const MAX_TILE_ROWS: usize = 12;
-
-/// A weight matrix `[columns, depth]` rearranged into panels of 32 output columns, `[panel][depth][32]`, so that
-/// one vector load serves sixteen outputs. Columns are padded with zeros to whole panels.
-pub(crate) struct PackedLinear {
-    data: Vec<f32>,
-    columns: usize,
-    depth: usize,
-}
-
-impl PackedLinear {
-    /// Packs a row-major `[columns, depth]` matrix.
-    ///
-    /// # Panics
-    /// When the sizes do not match, which the checkpoint's shape check rules out.
-    pub(crate) fn pack(weights: &[f32], columns: usize, depth: usize) -> Self {
-        assert_eq!(weights.len(), columns * depth, "weights of a linear layer");
-        Self::pack_rows(columns, depth, |column| {
-            Some(&weights[column * depth..(column + 1) * depth])
-        })
-    }
-
-    /// Packs several matrices of equal depth below each other, for one pass over their common input.
-    pub(crate) fn pack_stacked(parts: &[&[f32]], depth: usize) -> Self {
-        let stacked = parts.concat();
-        Self::pack(&stacked, stacked.len() / depth, depth)
-    }
-
-    /// Packs gate and up projections for [`Epilogue::SwiGlu`]: sixteen gate columns, then the sixteen up columns
-    /// that they multiply, in every panel.
-    pub(crate) fn pack_gate_up(gate: &[f32], up: &[f32], depth: usize) -> Self {
-        assert_eq!(gate.len(), up.len(), "gate and up projections");
-        let half = gate.len() / depth;
-        let columns = half.div_ceil(LANES) * PANEL;
-        Self::pack_rows(columns, depth, |column| {
-            let (panel, lane) = (column / PANEL, column % PANEL);
-            let source = if lane < LANES { gate } else { up };
-            let column = panel * LANES + lane % LANES;
-            (column < half).then(|| &source[column * depth..(column + 1) * depth])
-        })
-    }
-
-    fn pack_rows<'w>(
-        columns: usize,
-        depth: usize,
-        row: impl Fn(usize) -> Option<&'w [f32]>,
-    ) -> Self {
-        let mut data = vec![0.0; columns.div_ceil(PANEL) * PANEL * depth];
-        for column in 0..columns {
-            let Some(source) = row(column) else { continue };
-            let panel = &mut data[(column / PANEL) * PANEL * depth..][..PANEL * depth];
-            for (k, &w) in source.iter().enumerate() {
-                panel[k * PANEL + column % PANEL] = w;
-            }
-        }
-        Self {
-            data,
-            columns,
-            depth,
-        }
-    }
-
-    /// Outputs per row.
-    pub(crate) fn columns(&self) -> usize {
-        self.columns
-    }
-
-    /// Inputs per row.
-    pub(crate) fn depth(&self) -> usize {
-        self.depth
-    }
-
-    /// Panels of the matrix.
-    pub(super) fn panels(&self) -> usize {
-        self.columns.div_ceil(PANEL)
-    }
-
-    /// Columns per panel.
-    pub(super) const fn panel_columns() -> usize {
-        PANEL
-    }
-
-    /// Copies row `column` of the original matrix: the embedding of a token when head and embedding are tied.
-    pub(crate) fn copy_row(&self, column: usize, out: &mut [f32]) {
-        let panel = &self.data[(column / PANEL) * PANEL * self.depth..][..PANEL * self.depth];
-        for (o, k) in out.iter_mut().zip(panel.chunks_exact(PANEL)) {
-            *o = k[column % PANEL];
-        }
-    }
-}
 
 /// What happens to an output before it is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -143,7 +53,7 @@ pub(crate) fn linear(
     if rows == 0 {
         return;
     }
-    assert_eq!(x.len(), rows * weights.depth, "linear input");
+    assert_eq!(x.len(), rows * weights.depth(), "linear input");
     let out_columns = out.len() / rows;
     assert_eq!(out.len(), rows * out_columns, "linear output");
     assert!(
@@ -197,7 +107,7 @@ pub(super) fn linear_panels(
     to: usize,
     out: &Output<'_>,
 ) {
-    assert!(to <= w.panels() && x.inputs.len() == x.count * w.depth);
+    assert!(to <= w.panels() && x.inputs.len() == x.count * w.depth());
     dispatch!(isa, panels(x: Rows<'_>, w: &PackedLinear, from: usize, to: usize, out: &Output<'_>));
 }
 
@@ -211,34 +121,66 @@ unsafe fn panels<L: Lanes>(
     to: usize,
     out: &Output<'_>,
 ) {
-    let depth = w.depth;
+    let depth = w.depth();
     let tiles = x.count.div_ceil(L::TILE_ROWS);
-    let mut values = [[0.0f32; PANEL]; MAX_TILE_ROWS];
+    // Widening in registers serves one tile. For more, or where registers are few, the panel is widened once.
+    let direct = L::TILE_VECTORS == 2 && tiles == 1;
+    let mut unpacked = Vec::new();
     for panel in from..to {
-        let weights = w.data[panel * PANEL * depth..].as_ptr();
-        let mut row = 0;
-        for tile in 0..tiles {
-            // Even tiles: 17 rows are 9 + 8, not 12 + 5.
-            let end = x.count * (tile + 1) / tiles;
-            let inputs = x.inputs[row * depth..].as_ptr();
-            // SAFETY: the tile lies inside `x`, the panel inside `w`.
-            unsafe { tile_rows::<L>(end - row, inputs, weights, depth, &mut values) };
-            for (t, values) in values[..end - row].iter().enumerate() {
-                // SAFETY: the caller's contract.
-                unsafe { finish::<L>(values, row + t, panel, out) };
+        // SAFETY: the caller's contract, and `unpacked` is a whole panel.
+        unsafe {
+            match w.panel(panel) {
+                Panel::F32(reader) => panel_rows::<L, _>(x, reader, depth, panel, out),
+                Panel::Bf16(reader) if direct => panel_rows::<L, _>(x, reader, depth, panel, out),
+                Panel::Q8_0(reader) if direct => panel_rows::<L, _>(x, reader, depth, panel, out),
+                Panel::Q4_1(reader) if direct => panel_rows::<L, _>(x, reader, depth, panel, out),
+                _ => {
+                    unpacked.resize(depth * PANEL, 0.0);
+                    w.unpack::<L>(panel, &mut unpacked);
+                    let reader = F32Panel::unpacked(&unpacked);
+                    panel_rows::<L, _>(x, reader, depth, panel, out);
+                }
             }
-            row = end;
         }
     }
 }
 
+/// All rows through one panel.
+///
 /// # Safety
-/// `inputs` holds `rows` rows of `depth`, `weights` one panel.
+/// As [`panels`]; `reader` reads a panel of `depth` inputs.
 #[inline(always)]
-unsafe fn tile_rows<L: Lanes>(
+unsafe fn panel_rows<L: Lanes, R: PanelReader<L>>(
+    x: Rows<'_>,
+    reader: R,
+    depth: usize,
+    panel: usize,
+    out: &Output<'_>,
+) {
+    let tiles = x.count.div_ceil(L::TILE_ROWS);
+    let mut values = [[0.0f32; PANEL]; MAX_TILE_ROWS];
+    let mut row = 0;
+    for tile in 0..tiles {
+        // Even tiles: 17 rows are 8 + 9, not 12 + 5.
+        let end = x.count * (tile + 1) / tiles;
+        let inputs = x.inputs[row * depth..].as_ptr();
+        // SAFETY: the tile lies inside `x`; the caller's contract.
+        unsafe { tile_rows::<L, R>(end - row, inputs, reader, depth, &mut values) };
+        for (t, values) in values[..end - row].iter().enumerate() {
+            // SAFETY: the caller's contract.
+            unsafe { finish::<L>(values, row + t, panel, out) };
+        }
+        row = end;
+    }
+}
+
+/// # Safety
+/// `inputs` holds `rows` rows of `depth`, `reader` reads a panel of `depth`.
+#[inline(always)]
+unsafe fn tile_rows<L: Lanes, R: PanelReader<L>>(
     rows: usize,
     inputs: *const f32,
-    weights: *const f32,
+    reader: R,
     depth: usize,
     out: &mut [[f32; PANEL]; MAX_TILE_ROWS],
 ) {
@@ -246,7 +188,7 @@ unsafe fn tile_rows<L: Lanes>(
         ($($n:literal)*) => {
             match rows {
                 // SAFETY: the caller's contract.
-                $($n => unsafe { tile::<L, $n>(inputs, weights, depth, out) },)*
+                $($n => unsafe { tile::<L, R, $n>(inputs, reader, depth, out) },)*
                 _ => unreachable!("a tile has 1 to {MAX_TILE_ROWS} rows"),
             }
         };
@@ -257,9 +199,9 @@ unsafe fn tile_rows<L: Lanes>(
 /// # Safety
 /// As [`tile_rows`].
 #[inline(always)]
-unsafe fn tile<L: Lanes, const ROWS: usize>(
+unsafe fn tile<L: Lanes, R: PanelReader<L>, const ROWS: usize>(
     inputs: *const f32,
-    weights: *const f32,
+    reader: R,
     depth: usize,
     out: &mut [[f32; PANEL]; MAX_TILE_ROWS],
 ) {
@@ -267,13 +209,15 @@ unsafe fn tile<L: Lanes, const ROWS: usize>(
     unsafe {
         if L::TILE_VECTORS == 2 {
             let mut acc = [[L::splat(0.0); 2]; ROWS];
-            for k in 0..depth {
-                let w = weights.add(k * PANEL);
-                let (w0, w1) = (L::load(w), L::load(w.add(LANES)));
-                for (t, acc) in acc.iter_mut().enumerate() {
-                    let x = L::splat(*inputs.add(t * depth + k));
-                    acc[0] = x.mul_add(w0, acc[0]);
-                    acc[1] = x.mul_add(w1, acc[1]);
+            for (block, start) in blocks(depth) {
+                let scale = reader.scale(block);
+                for k in start..block_end(start, depth) {
+                    let [w0, w1] = reader.weights(k, scale);
+                    for (t, acc) in acc.iter_mut().enumerate() {
+                        let x = L::splat(*inputs.add(t * depth + k));
+                        acc[0] = x.mul_add(w0, acc[0]);
+                        acc[1] = x.mul_add(w1, acc[1]);
+                    }
                 }
             }
             for (out, acc) in out.iter_mut().zip(acc) {
@@ -281,17 +225,20 @@ unsafe fn tile<L: Lanes, const ROWS: usize>(
                 acc[1].store(out.as_mut_ptr().add(LANES));
             }
         } else {
-            for half in [0, LANES] {
+            for half in 0..2 {
                 let mut acc = [L::splat(0.0); ROWS];
-                for k in 0..depth {
-                    let w = L::load(weights.add(k * PANEL + half));
-                    for (t, acc) in acc.iter_mut().enumerate() {
-                        let x = L::splat(*inputs.add(t * depth + k));
-                        *acc = x.mul_add(w, *acc);
+                for (block, start) in blocks(depth) {
+                    let scale = reader.scale(block);
+                    for k in start..block_end(start, depth) {
+                        let w = reader.weights(k, scale)[half];
+                        for (t, acc) in acc.iter_mut().enumerate() {
+                            let x = L::splat(*inputs.add(t * depth + k));
+                            *acc = x.mul_add(w, *acc);
+                        }
                     }
                 }
                 for (out, acc) in out.iter_mut().zip(acc) {
-                    acc.store(out.as_mut_ptr().add(half));
+                    acc.store(out.as_mut_ptr().add(half * LANES));
                 }
             }
         }
@@ -329,11 +276,16 @@ unsafe fn finish<L: Lanes>(values: &[f32; PANEL], row: usize, panel: usize, out:
 #[cfg(test)]
 mod tests {
     use super::*;
+    use treespec_checkpoint::{MatrixFormat, StoredMatrix};
 
     fn ramp(n: usize, scale: f32) -> Vec<f32> {
         (0..n)
             .map(|i| ((i * 2_654_435_761) % 1_000) as f32 / 1_000.0 * scale - scale / 2.0)
             .collect()
+    }
+
+    fn packed(weights: &[f32], depth: usize) -> PackedLinear {
+        PackedLinear::pack(&StoredMatrix::from_f32(weights, depth))
     }
 
     fn run(isa: Isa, threads: usize, x: &[f32], rows: usize, w: &PackedLinear) -> Vec<f32> {
@@ -347,7 +299,7 @@ mod tests {
     fn equals_the_definition_on_every_instruction_set() {
         let (columns, depth, rows) = (70, 45, 13);
         let (w, x) = (ramp(columns * depth, 2.0), ramp(rows * depth, 3.0));
-        let packed = PackedLinear::pack(&w, columns, depth);
+        let packed = packed(&w, depth);
         for isa in available() {
             let out = run(isa, 2, &x, rows, &packed);
             for (i, y) in out.iter().enumerate() {
@@ -363,7 +315,7 @@ mod tests {
     #[test]
     fn a_row_has_the_same_bits_alone_and_in_any_batch() {
         let (columns, depth) = (96, 64);
-        let packed = PackedLinear::pack(&ramp(columns * depth, 2.0), columns, depth);
+        let packed = packed(&ramp(columns * depth, 2.0), depth);
         let x = ramp(300 * depth, 3.0);
         for isa in available() {
             let all = run(isa, 2, &x, 300, &packed);
@@ -378,7 +330,7 @@ mod tests {
 
     #[test]
     fn fused_instruction_sets_give_the_same_bits() {
-        let packed = PackedLinear::pack(&ramp(64 * 100, 2.0), 64, 100);
+        let packed = packed(&ramp(64 * 100, 2.0), 100);
         let x = ramp(7 * 100, 3.0);
         let fused: Vec<_> = available()
             .into_iter()
@@ -396,7 +348,10 @@ mod tests {
             ramp(half * depth, 1.0),
             ramp(rows * depth, 2.0),
         );
-        let packed = PackedLinear::pack_gate_up(&gate, &up, depth);
+        let gate_up = PackedLinear::pack_gate_up(
+            &StoredMatrix::from_f32(&gate, depth),
+            &StoredMatrix::from_f32(&up, depth),
+        );
         let dot = |w: &[f32], r: usize, c: usize| -> f32 {
             (0..depth)
                 .map(|k| x[r * depth + k] * w[c * depth + k])
@@ -410,7 +365,7 @@ mod tests {
                 isa,
                 &x,
                 rows,
-                &packed,
+                &gate_up,
                 &mut out,
                 Epilogue::SwiGlu,
             );
@@ -418,17 +373,57 @@ mod tests {
                 let (g, u) = (dot(&gate, i / half, i % half), dot(&up, i / half, i % half));
                 assert!((g / (1.0 + (-g).exp()) * u - y).abs() < 1e-5, "{isa:?}");
             }
-            let plain = PackedLinear::pack(&gate, half, depth);
+            let plain = packed(&gate, depth);
             let mut out = vec![1.0; rows * half];
             linear(&mut pool, isa, &x, rows, &plain, &mut out, Epilogue::AddTo);
             assert!((out[half] - 1.0 - dot(&gate, 1, 0)).abs() < 1e-5);
         }
     }
 
+    /// Random stored bytes with sane scales.
+    fn stored(format: MatrixFormat, rows: usize, columns: usize) -> StoredMatrix {
+        let width = format.row_bytes(columns).unwrap();
+        let block = width / (columns / MatrixFormat::BLOCK);
+        let bytes = (0..rows * width)
+            .map(|i| match (format, i % block) {
+                (MatrixFormat::Bf16, at) if at % 2 == 1 => 0x3d,
+                // The upper byte of an f16 near 0.01.
+                (MatrixFormat::Q8_0 | MatrixFormat::Q4_1, 1) => 0x21,
+                (MatrixFormat::Q4_1, 3) => 0xa3,
+                _ => (i * 2_654_435_761 >> 7) as u8,
+            })
+            .collect();
+        StoredMatrix::new(format, [rows, columns], bytes).unwrap()
+    }
+
+    #[test]
+    fn stored_formats_give_the_bits_of_their_f32_values() {
+        let (columns, depth) = (70, 96);
+        for format in [MatrixFormat::Bf16, MatrixFormat::Q8_0, MatrixFormat::Q4_1] {
+            let matrix = stored(format, columns, depth);
+            let values: Vec<f32> = (0..columns).flat_map(|row| matrix.row_f32(row)).collect();
+            let (own, widened) = (PackedLinear::pack(&matrix), packed(&values, depth));
+            for isa in available() {
+                for rows in [1, 2, 5, 12, 13, 17] {
+                    let x = ramp(rows * depth, 3.0);
+                    let expected = run(isa, 1, &x, rows, &widened);
+                    assert_eq!(
+                        run(isa, 2, &x, rows, &own),
+                        expected,
+                        "{format:?} {isa:?} {rows}"
+                    );
+                }
+            }
+            let mut row = vec![0.0; depth];
+            own.copy_row(69, &mut row);
+            assert_eq!(row, matrix.row_f32(69), "{format:?}");
+        }
+    }
+
     #[test]
     fn copies_the_original_row() {
         let w = ramp(50 * 7, 2.0);
-        let packed = PackedLinear::pack(&w, 50, 7);
+        let packed = packed(&w, 7);
         let mut row = [0.0; 7];
         packed.copy_row(41, &mut row);
         assert_eq!(row, w[41 * 7..42 * 7]);

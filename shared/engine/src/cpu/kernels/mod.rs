@@ -9,12 +9,14 @@ mod attention;
 mod head;
 mod lanes;
 mod linear;
+mod packed;
 mod pointwise;
 mod pool;
 
 pub(crate) use attention::{AttentionShape, KvLayer, RowView, attend, store_rows};
 pub(crate) use head::select;
-pub(crate) use linear::{Epilogue, PackedLinear, linear};
+pub(crate) use linear::{Epilogue, linear};
+pub(crate) use packed::PackedLinear;
 pub(crate) use pointwise::{NormWeights, RotaryRows, rms_norm, rotate};
 pub(crate) use pool::ThreadPool;
 

@@ -1,0 +1,29 @@
+//! The target: prefill, tree verification, acceptance and KV, as a gRPC service.
+//!
+//! * [`forward`](forward) owns the backend on a thread of its own; all work waiting at one moment goes into one ragged
+//!   forward.
+//! * [`sequence`](sequence) decodes one request: prefill, then draft, verify, commit until it ends.
+//! * [`drafting`](drafting) talks to drafters. Losing one is never an error of a request.
+//!
+//! Verify is the only source of truth for committed tokens.
+
+#![cfg_attr(
+    test,
+    allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")
+)]
+
+mod config;
+mod drafting;
+mod error;
+mod forward;
+mod kv_reservation;
+mod logprobs;
+mod request;
+mod sequence;
+mod server;
+mod service;
+mod statistics;
+
+pub use config::{Config, TopkPlacement};
+pub use error::Error;
+pub use server::{Server, run};

@@ -1,0 +1,334 @@
+//! One request from prefill to its last token.
+
+use std::time::Instant;
+
+use tokio::sync::mpsc;
+use tonic::Status;
+use treespec_engine::{DraftShape, HeadRequest, HeadRow, build_draft};
+use treespec_rpc::ServiceError;
+use treespec_rpc::convert::{Speculation, step_tree_to_proto};
+use treespec_rpc::proto::verify::v1 as pb;
+use treespec_rpc::proto::verify::v1::generate_response::Event;
+use treespec_tree::TokenTree;
+
+use crate::drafting::{DraftBody, DraftWish, Drafting};
+use crate::error::engine_fault;
+use crate::forward::{Place, Prefill, Verified, Verify};
+use crate::logprobs::{head_request, prompt_logprob, prompt_request, token_logprob};
+use crate::request::GenerationRequest;
+use crate::service::Engine;
+use crate::statistics::Statistics;
+
+/// Where a sequence sends what it decides.
+pub(crate) type Events = mpsc::Sender<Result<pb::GenerateResponse, Status>>;
+
+/// Decodes `request` and sends its events. Ends early without an error when nobody listens any more.
+///
+/// # Errors
+/// Admission refused, or a fault of the engine.
+pub(crate) async fn decode(
+    engine: &Engine,
+    request: GenerationRequest,
+    events: &Events,
+) -> Result<(), ServiceError> {
+    let arrived = Instant::now();
+    let shape = draft_shape(engine, &request)?;
+    let most_nodes = match shape {
+        None => 0,
+        Some(DraftShape::Chain) => engine.block_size().saturating_sub(1),
+        Some(DraftShape::Tree { budget }) => budget,
+    };
+    let rows = request.prompt_length + request.max_tokens + most_nodes;
+    let kv = engine.kv.reserve(rows).await?;
+    let drafting = match (shape, &engine.links, &request.drafter) {
+        (Some(_), Some(links), Some(endpoint)) => Some(Drafting::new(
+            links.clone(),
+            endpoint.clone(),
+            engine.feature_window,
+        )),
+        _ => None,
+    };
+    let sequence = Sequence {
+        engine,
+        head: head_request(request.output.top_logprobs),
+        generated: request.tokens.len() - request.prompt_length,
+        request,
+        place: Place { kv, committed: 0 },
+        shape,
+        drafting,
+        statistics: Statistics::new(arrived),
+        events,
+    };
+    match sequence.run().await {
+        Err(Stop::Fault(error)) => Err(error),
+        Ok(()) | Err(Stop::NobodyListens) => Ok(()),
+    }
+}
+
+/// The draft that a request's steps ask for, `None` for plain decoding.
+fn draft_shape(
+    engine: &Engine,
+    request: &GenerationRequest,
+) -> Result<Option<DraftShape>, ServiceError> {
+    let tree = |budget: Option<u16>| DraftShape::Tree {
+        budget: budget.map_or(engine.default_budget, usize::from),
+    };
+    let can_draft = engine.links.is_some() && request.drafter.is_some();
+    let wanted = match request.speculation {
+        Speculation::Ar => return Ok(None),
+        Speculation::Auto { budget } => return Ok(can_draft.then(|| tree(budget))),
+        Speculation::Chain => DraftShape::Chain,
+        Speculation::Tree { budget } => tree(budget),
+    };
+    if can_draft {
+        return Ok(Some(wanted));
+    }
+    Err(ServiceError::precondition(
+        "speculation.mode",
+        "chain and tree need a drafter, and the request brings no drafter lease",
+    ))
+}
+
+/// Why a sequence ends before its last token.
+enum Stop {
+    NobodyListens,
+    Fault(ServiceError),
+}
+
+impl From<ServiceError> for Stop {
+    fn from(error: ServiceError) -> Self {
+        Self::Fault(error)
+    }
+}
+
+struct Sequence<'a> {
+    engine: &'a Engine,
+    request: GenerationRequest,
+    place: Place,
+    /// What the head returns for rows that choose a token.
+    head: HeadRequest,
+    shape: Option<DraftShape>,
+    drafting: Option<Drafting>,
+    /// New tokens so far, those of a replay included.
+    generated: usize,
+    statistics: Statistics,
+    events: &'a Events,
+}
+
+impl Sequence<'_> {
+    async fn run(mut self) -> Result<(), Stop> {
+        let first = self.prefill().await?;
+        self.statistics.mark_tokens();
+        let mut root = chosen(&first)?;
+        let mut finish = self.emit(&[root], &[first], None).await?;
+        while finish.is_none() {
+            let tree = self.draft(root).await?;
+            let verified = self
+                .engine
+                .queue
+                .verify(Verify {
+                    place: self.place.clone(),
+                    tree,
+                    head: self.head,
+                    features: self.drafting.is_some(),
+                })
+                .await?;
+            self.statistics.add_step(&verified);
+            self.statistics.mark_tokens();
+            if let Some(drafting) = &mut self.drafting {
+                let start = self.place.committed as u32;
+                drafting.commit(start, &verified.features).await;
+            }
+            self.place.committed += verified.acceptance.path.len();
+            root = verified.acceptance.bonus;
+            finish = self.emit_step(&verified).await?;
+        }
+        let reason = finish.unwrap_or(pb::FinishReason::Length);
+        self.finish(reason).await
+    }
+
+    /// Runs the prompt in chunks. Returns the head row of its last token.
+    async fn prefill(&mut self) -> Result<HeadRow, Stop> {
+        let tokens = std::mem::take(&mut self.request.tokens);
+        let total = tokens.len();
+        let chunk_size = self.engine.prefill_chunk;
+        let mut prompt_logprobs = Vec::new();
+        let mut last = None;
+        for chunk in tokens.chunks(chunk_size) {
+            let start = self.place.committed;
+            let output = self
+                .engine
+                .queue
+                .prefill(Prefill {
+                    place: self.place.clone(),
+                    tokens: chunk.to_vec(),
+                    head: self.prefill_heads(&tokens, start, chunk.len()),
+                    features: self.drafting.is_some(),
+                })
+                .await?;
+            if let Some(drafting) = &mut self.drafting {
+                drafting.commit(start as u32, &output.features).await;
+            }
+            self.place.committed += chunk.len();
+            let mut rows = output.head;
+            if self.place.committed == total {
+                last = rows.pop();
+            }
+            prompt_logprobs.extend(rows.iter().map(prompt_logprob));
+            if total > chunk_size {
+                self.send(Event::Prefill(pb::PrefillProgress {
+                    done_tokens: self.place.committed as u32,
+                    total_tokens: total as u32,
+                }))
+                .await?;
+            }
+        }
+        if self.request.output.prompt_logprobs {
+            self.send(Event::PromptLogprobs(pb::PromptLogprobs {
+                logprobs: prompt_logprobs,
+            }))
+            .await?;
+        }
+        last.ok_or_else(|| ServiceError::internal("prefill returned no row to decode from").into())
+    }
+
+    /// The last prompt row chooses a token; the others are read only for prompt log-probabilities.
+    fn prefill_heads(&self, tokens: &[u32], start: usize, rows: usize) -> Vec<Option<HeadRequest>> {
+        let wants_prompt = self.request.output.prompt_logprobs;
+        (start..start + rows)
+            .map(|row| match tokens.get(row + 1) {
+                None => Some(self.head),
+                Some(&next) if wants_prompt && row + 1 < self.request.prompt_length => {
+                    Some(prompt_request(next))
+                }
+                Some(_) => None,
+            })
+            .collect()
+    }
+
+    /// The tree to verify next: a draft cut to the context length, or the root alone.
+    async fn draft(&mut self, root: u32) -> Result<TokenTree, Stop> {
+        let plain = TokenTree::root_only(root);
+        let (Some(shape), Some(drafting)) = (self.shape, &mut self.drafting) else {
+            return Ok(plain);
+        };
+        let room = self.engine.context_length - 1 - self.place.committed;
+        if room == 0 {
+            return Ok(plain);
+        }
+        let wish = DraftWish {
+            root,
+            ctx_end: self.place.committed as u32,
+            shape,
+            placement: self.engine.topk_placement,
+        };
+        let Some(draft) = drafting.propose(wish).await else {
+            self.statistics.add_fallback();
+            return Ok(plain);
+        };
+        let mut cost = draft.cost;
+        let mut tree = match draft.body {
+            DraftBody::Tree(tree) => tree,
+            DraftBody::Hidden(hidden) => {
+                let started = Instant::now();
+                let k = shape.candidates_per_depth(self.engine.vocab_size);
+                let rows = self.engine.queue.head_topk(hidden, k).await?;
+                cost.head += started.elapsed();
+                let started = Instant::now();
+                let tree = build_draft(root, &rows, shape);
+                cost.tree += started.elapsed();
+                tree
+            }
+        };
+        self.statistics.add_draft(cost);
+        // The drafter is a peer, not a part of this process: a tree beyond what was reserved is cut.
+        let most_nodes = match shape {
+            DraftShape::Chain => self.engine.block_size().saturating_sub(1),
+            DraftShape::Tree { budget } => budget,
+        };
+        tree.truncate(most_nodes);
+        tree.truncate_depth(room as u32);
+        Ok(tree)
+    }
+
+    async fn emit_step(&mut self, verified: &Verified) -> Result<Option<pb::FinishReason>, Stop> {
+        let path = &verified.acceptance.path;
+        let mut tokens: Vec<u32> = path[1..]
+            .iter()
+            .map(|&node| verified.tree.tokens()[node])
+            .collect();
+        tokens.push(verified.acceptance.bonus);
+        let tree = self
+            .request
+            .output
+            .include_trees
+            .then(|| step_tree_to_proto(&verified.tree, &verified.acceptance));
+        self.emit(&tokens, &verified.head, tree).await
+    }
+
+    /// Sends newly decided tokens up to the first that ends the sequence; `rows[i]` chose `tokens[i]`.
+    async fn emit(
+        &mut self,
+        tokens: &[u32],
+        rows: &[HeadRow],
+        tree: Option<pb::StepTree>,
+    ) -> Result<Option<pb::FinishReason>, Stop> {
+        let mut finish = None;
+        let mut count = 0;
+        for token in tokens {
+            count += 1;
+            self.generated += 1;
+            if self.request.stop_tokens.contains(token) {
+                finish = Some(pb::FinishReason::Stop);
+            } else if self.generated >= self.request.max_tokens {
+                finish = Some(pb::FinishReason::Length);
+            }
+            if finish.is_some() {
+                break;
+            }
+        }
+        let logprobs = match self.request.output.top_logprobs {
+            None => Vec::new(),
+            Some(top) => rows[..count]
+                .iter()
+                .map(|row| token_logprob(row, top))
+                .collect(),
+        };
+        self.send(Event::Tokens(pb::CommittedTokens {
+            token_ids: tokens[..count].to_vec(),
+            logprobs,
+            tree,
+        }))
+        .await?;
+        Ok(finish)
+    }
+
+    async fn finish(self, reason: pb::FinishReason) -> Result<(), Stop> {
+        let completion_tokens = self.generated as u32;
+        let stale_drafts = self.drafting.as_ref().map_or(0, Drafting::stale_drafts);
+        self.send(Event::Finished(pb::GenerateFinished {
+            finish_reason: reason.into(),
+            usage: Some(pb::Usage {
+                prompt_tokens: self.request.prompt_length as u32,
+                completion_tokens,
+                cached_tokens: 0,
+            }),
+            stats: Some(self.statistics.report(completion_tokens, stale_drafts)),
+        }))
+        .await
+    }
+
+    async fn send(&self, event: Event) -> Result<(), Stop> {
+        let response = pb::GenerateResponse { event: Some(event) };
+        self.events
+            .send(Ok(response))
+            .await
+            .map_err(|_| Stop::NobodyListens)
+    }
+}
+
+fn chosen(row: &HeadRow) -> Result<u32, Stop> {
+    treespec_sampling::greedy(&row.top).ok_or_else(|| {
+        engine_fault(&treespec_engine::EngineError::NonFiniteLogits { row: 0 }).into()
+    })
+}

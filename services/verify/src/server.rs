@@ -1,0 +1,206 @@
+use std::net::SocketAddr;
+
+use tokio::net::TcpListener;
+use tonic::service::Routes;
+use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint, TextTokenizer};
+use treespec_engine::{Backend, CpuTarget, TargetOptions};
+use treespec_rpc::handshake::{FeatureDtype, Fingerprint};
+use treespec_rpc::health::Readiness;
+use treespec_rpc::proto::verify::v1 as pb;
+use treespec_rpc::proto::verify::v1::verify_service_server::SERVICE_NAME;
+use treespec_rpc::transport::{self, TransportError};
+use treespec_telemetry::{Announcer, Event, LoadReporter, stdin_closed};
+
+use crate::drafting::{DrafterIdentity, Links};
+use crate::forward::ForwardQueue;
+use crate::kv_reservation::KvAdmission;
+use crate::service::{Engine, Verifier};
+use crate::{Config, Error};
+
+/// A verifier that has its port. Its weights are loaded by [`Server::serve`].
+pub struct Server {
+    listener: TcpListener,
+    address: SocketAddr,
+    config: Config,
+}
+
+impl Server {
+    /// Checks the configuration and binds the port.
+    ///
+    /// # Errors
+    /// [`Error`] in one line with the flag at fault.
+    pub async fn bind(config: Config) -> Result<Self, Error> {
+        config.validate()?;
+        let listener = transport::bind(config.listen).await?;
+        let address = listener
+            .local_addr()
+            .map_err(|source| TransportError::Bind {
+                address: config.listen,
+                source,
+            })?;
+        Ok(Self {
+            listener,
+            address,
+            config,
+        })
+    }
+
+    /// The address it listens on, with the real port.
+    pub fn local_addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Loads the weights and serves until `shutdown`. Health is NOT_SERVING until they are loaded.
+    ///
+    /// # Errors
+    /// [`Error`] when the weights cannot be loaded or the server fails.
+    pub async fn serve(
+        self,
+        shutdown: impl Future<Output = ()> + Send + 'static,
+    ) -> Result<(), Error> {
+        let readiness = Readiness::new(&[SERVICE_NAME]).await;
+        let announcer = Announcer::from_flag(self.config.announce);
+        announcer.announce(&Event::Listening {
+            endpoint: format!("http://{}", self.address),
+        });
+        let verifier = Verifier::default();
+        let routes = Routes::new(transport::verify_server(verifier.clone()));
+        let loading = {
+            let (config, readiness) = (self.config, readiness.clone());
+            async move {
+                let progress = announcer.clone();
+                let engine = tokio::task::spawn_blocking(move || load(&config, progress))
+                    .await
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?;
+                verifier.loaded(engine);
+                readiness.set_serving().await;
+                tracing::info!("verify is serving");
+                announcer.announce(&Event::Serving);
+                Ok::<(), Error>(())
+            }
+        };
+        let serving = transport::serve(self.listener, routes, readiness, shutdown);
+        // A failed load ends the service; a finished one leaves it serving.
+        tokio::pin!(serving);
+        tokio::select! {
+            served = &mut serving => return Ok(served?),
+            loaded = loading => loaded?,
+        }
+        Ok(serving.await?)
+    }
+}
+
+/// Starts a verifier and serves until `shutdown`, or until stdin is closed with `--exit-with-stdin`.
+///
+/// # Errors
+/// [`Error`] when it cannot start or the server fails; with `--announce` the parent process is told too.
+pub async fn run(
+    config: Config,
+    shutdown: impl Future<Output = ()> + Send + 'static,
+) -> Result<(), Error> {
+    let announcer = Announcer::from_flag(config.announce);
+    let exit_with_stdin = config.exit_with_stdin;
+    let shutdown = async move {
+        if exit_with_stdin {
+            tokio::select! {
+                () = shutdown => {}
+                () = stdin_closed() => tracing::info!("stdin is closed, shutting down"),
+            }
+        } else {
+            shutdown.await;
+        }
+    };
+    let served = async {
+        let server = Server::bind(config).await?;
+        tracing::info!(address = %server.local_addr(), "verify is listening");
+        server.serve(shutdown).await
+    }
+    .await;
+    if let Err(error) = &served {
+        announcer.announce(&Event::Failed {
+            message: error.to_string(),
+        });
+    }
+    served
+}
+
+fn load(config: &Config, announcer: Announcer) -> Result<Engine, Error> {
+    let target = TargetCheckpoint::open(&config.target).map_err(Error::Target)?;
+    let tokenizer = TextTokenizer::open(&config.target).map_err(Error::Target)?;
+    let drafter = config
+        .drafter
+        .as_deref()
+        .map(DrafterCheckpoint::open)
+        .transpose()
+        .map_err(Error::Drafter)?;
+    if let Some(drafter) = &drafter {
+        drafter
+            .check_target(&target.config)
+            .map_err(Error::Drafter)?;
+    }
+    let mut reporter = LoadReporter::new(announcer, "target");
+    let options = TargetOptions {
+        threads: config.threads,
+        kv_tokens: config.kv_tokens,
+        isa: None,
+    };
+    let backend = CpuTarget::load(&target, drafter.as_ref(), &options, &mut |progress| {
+        reporter.update(progress.done_bytes, progress.total_bytes);
+    })?;
+    let instance_id = format!("{:016x}", rand::random::<u64>());
+    let spec = backend.spec().clone();
+    let links = drafter
+        .as_ref()
+        .map(|drafter| {
+            Ok::<_, Error>(Links::new(DrafterIdentity {
+                verifier_instance: instance_id.clone(),
+                fingerprint: fingerprint(drafter, spec.vocab_size, tokenizer.fingerprint())
+                    .map_err(Error::Drafter)?,
+            }))
+        })
+        .transpose()?;
+    Ok(Engine {
+        kv: KvAdmission::new(spec.num_blocks, config.max_waiting),
+        links,
+        vocab_size: spec.vocab_size,
+        context_length: spec.context_length,
+        prefill_chunk: config.prefill_chunk,
+        default_budget: config.default_budget,
+        topk_placement: config.topk_placement,
+        feature_window: config.feature_window,
+        info: pb::GetModelInfoResponse {
+            architecture: spec.architecture.to_owned(),
+            vocab_size: spec.vocab_size as u32,
+            hidden_size: spec.hidden_size as u32,
+            num_layers: spec.num_layers as u32,
+            context_length: spec.context_length as u32,
+            eos_token_ids: target.config.eos_token_ids.clone(),
+            tokenizer_hash: tokenizer.fingerprint().to_owned(),
+            numerics_profile: spec.numerics_profile.clone(),
+            instance_id,
+            max_budget: config.max_budget as u32,
+            block_size: drafter.as_ref().map_or(0, |d| d.config.block_size as u32),
+            default_budget: config.default_budget as u32,
+        },
+        queue: ForwardQueue::start(Box::new(backend)).map_err(Error::Thread)?,
+    })
+}
+
+/// What a drafter must match to draft for this verifier.
+fn fingerprint(
+    drafter: &DrafterCheckpoint,
+    vocab_size: usize,
+    tokenizer_hash: &str,
+) -> Result<Fingerprint, treespec_checkpoint::CheckpointError> {
+    let config = &drafter.config;
+    Ok(Fingerprint {
+        vocab_size: vocab_size as u32,
+        hidden_size: config.hidden_size as u32,
+        tokenizer_hash: tokenizer_hash.to_owned(),
+        taps: config.taps.iter().map(|&tap| tap as u32).collect(),
+        block_size: config.block_size as u32,
+        mask_token_id: config.mask_token_id,
+        feature_dtype: FeatureDtype::F32,
+        projection_hash: drafter.projection_hash()?,
+    })
+}

@@ -1,0 +1,107 @@
+//! The gRPC surface: thin handlers over [`Engine`].
+
+use std::sync::{Arc, OnceLock};
+
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status};
+use treespec_rpc::ServiceError;
+use treespec_rpc::proto::verify::v1 as pb;
+use treespec_rpc::proto::verify::v1::verify_service_server::VerifyService;
+
+use crate::config::TopkPlacement;
+use crate::drafting::Links;
+use crate::forward::ForwardQueue;
+use crate::kv_reservation::KvAdmission;
+use crate::request::{GenerationRequest, Limits};
+use crate::sequence;
+
+/// Events of a sequence that may wait for a slow reader before the sequence waits too.
+const EVENT_BUFFER: usize = 64;
+
+/// A loaded target and everything that sequences share.
+pub(crate) struct Engine {
+    pub(crate) queue: ForwardQueue,
+    pub(crate) kv: Arc<KvAdmission>,
+    /// `None` when the service was started without a drafter's checkpoint.
+    pub(crate) links: Option<Arc<Links>>,
+    pub(crate) vocab_size: usize,
+    pub(crate) context_length: usize,
+    pub(crate) prefill_chunk: usize,
+    pub(crate) default_budget: usize,
+    pub(crate) topk_placement: TopkPlacement,
+    pub(crate) feature_window: usize,
+    pub(crate) info: pb::GetModelInfoResponse,
+}
+
+impl Engine {
+    /// Slots of a drafted block, 0 without a drafter.
+    pub(crate) fn block_size(&self) -> usize {
+        self.info.block_size as usize
+    }
+
+    fn limits(&self) -> Limits<'_> {
+        Limits {
+            vocab_size: self.vocab_size,
+            context_length: self.context_length,
+            eos_token_ids: &self.info.eos_token_ids,
+            max_budget: self.info.max_budget as usize,
+            can_speculate: self.links.is_some(),
+        }
+    }
+}
+
+/// The service; answers UNAVAILABLE until the engine is loaded.
+#[derive(Clone, Default)]
+pub(crate) struct Verifier {
+    engine: Arc<OnceLock<Engine>>,
+}
+
+impl Verifier {
+    /// Opens the service. Only the first call has an effect.
+    pub(crate) fn loaded(&self, engine: Engine) {
+        let _ = self.engine.set(engine);
+    }
+
+    fn engine(&self) -> Result<&Engine, ServiceError> {
+        self.engine
+            .get()
+            .ok_or_else(|| ServiceError::unavailable("the target's weights are still loading"))
+    }
+}
+
+#[tonic::async_trait]
+impl VerifyService for Verifier {
+    type GenerateStream = ReceiverStream<Result<pb::GenerateResponse, Status>>;
+
+    async fn generate(
+        &self,
+        request: Request<pb::GenerateRequest>,
+    ) -> Result<Response<Self::GenerateStream>, Status> {
+        let request =
+            GenerationRequest::from_proto(request.into_inner(), &self.engine()?.limits())?;
+        let (events, stream) = mpsc::channel(EVENT_BUFFER);
+        let verifier = self.clone();
+        tokio::spawn(async move {
+            let Ok(engine) = verifier.engine() else {
+                return;
+            };
+            let decoded = tokio::select! {
+                decoded = sequence::decode(engine, request, &events) => decoded,
+                // The client is gone: stop at once, whatever the sequence waits for.
+                () = events.closed() => return,
+            };
+            if let Err(error) = decoded {
+                let _ = events.send(Err(error.into())).await;
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    async fn get_model_info(
+        &self,
+        _request: Request<pb::GetModelInfoRequest>,
+    ) -> Result<Response<pb::GetModelInfoResponse>, Status> {
+        Ok(Response::new(self.engine()?.info.clone()))
+    }
+}
