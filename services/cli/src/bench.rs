@@ -1,0 +1,65 @@
+//! `treespec bench`: measurements that others can repeat, and the comparison with reference answers.
+
+mod figures;
+mod parity;
+mod prompts;
+mod report;
+mod statistics;
+mod step;
+mod sweep;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::Subcommand;
+use treespec_rpc::proto::{
+    coordinator::v1::GenerateRequest,
+    verify::v1::{OutputOptions, SamplingParams},
+};
+
+use crate::{mode::Mode, prompt};
+
+/// What to measure.
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Tokens per second and time by stage for several modes, over a cluster
+    Sweep(sweep::SweepArgs),
+    /// Milliseconds of one target forward by its number of rows, in this process
+    Step(step::StepArgs),
+    /// Token ids and accepted counts against a reference file, over a cluster; exit status 1 on a difference
+    Parity(parity::ParityArgs),
+}
+
+/// Runs a benchmark.
+///
+/// # Errors
+/// Bad input files, a cluster that fails, or a status of the service.
+pub(crate) async fn run(command: BenchCommand) -> Result<ExitCode> {
+    match command {
+        BenchCommand::Sweep(args) => sweep::run(args).await.map(|()| ExitCode::SUCCESS),
+        BenchCommand::Step(args) => step::run(&args).map(|()| ExitCode::SUCCESS),
+        BenchCommand::Parity(args) => {
+            let equal = parity::run(args).await?;
+            Ok(if equal {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::FAILURE
+            })
+        }
+    }
+}
+
+/// A greedy request for one user message.
+fn greedy_request(prompt: &str, max_tokens: u32, mode: Mode) -> GenerateRequest {
+    GenerateRequest {
+        prompt: Some(prompt::user_message(prompt)),
+        max_tokens: Some(max_tokens),
+        sampling: Some(SamplingParams {
+            temperature: Some(0.0),
+            ..Default::default()
+        }),
+        speculation: Some(mode.speculation(None)),
+        output: Some(OutputOptions::default()),
+        ..Default::default()
+    }
+}

@@ -1,0 +1,155 @@
+//! A cluster of one drafter, one verifier and one coordinator as child processes on loopback.
+//!
+//! Every service is this same executable. A child reports itself by JSON lines on its stdout ([`Event`]) and ends when
+//! its stdin closes, so that no service outlives this process, however it ends.
+
+mod options;
+mod process;
+mod progress;
+mod role;
+
+use std::{collections::HashMap, time::Duration};
+
+use anyhow::{Context as _, Result, anyhow, bail};
+use tokio::sync::mpsc;
+use treespec_telemetry::Event;
+
+pub(crate) use self::{
+    options::{ClusterArgs, ClusterOptions},
+    role::Role,
+};
+use self::{
+    process::{Report, ServiceProcess},
+    progress::LoadDisplay,
+};
+
+/// How long a service may take to end after its stdin was closed, before it is killed.
+const STOP_LIMIT: Duration = Duration::from_secs(5);
+
+/// Running services. Dropping it stops them.
+pub(crate) struct Cluster {
+    /// In start order. They are stopped in reverse, so that none sees a service that it uses go away.
+    processes: Vec<ServiceProcess>,
+    endpoints: HashMap<Role, String>,
+    reports: mpsc::Receiver<(Role, Report)>,
+    reporter: mpsc::Sender<(Role, Report)>,
+    display: LoadDisplay,
+}
+
+impl Cluster {
+    /// Starts the services and waits until all of them serve.
+    ///
+    /// # Errors
+    /// When a service can't be started, fails or ends before it serves; the message is the service's own.
+    pub(crate) async fn start(options: &ClusterOptions) -> Result<Self> {
+        let (reporter, reports) = mpsc::channel(64);
+        let mut cluster = Self {
+            processes: Vec::new(),
+            endpoints: HashMap::new(),
+            reports,
+            reporter,
+            display: LoadDisplay::new(),
+        };
+        let models: &[Role] = match options.models.drafter {
+            Some(_) => &[Role::Draft, Role::Verify],
+            None => &[Role::Verify],
+        };
+        for &role in models {
+            cluster.spawn(role, options)?;
+        }
+        cluster.until_serving(models.len()).await?;
+        // Only now: it is ready in a moment, and finds its replicas ready.
+        cluster.spawn(Role::Coordinator, options)?;
+        cluster.until_serving(1).await?;
+        cluster.display.clear();
+        Ok(cluster)
+    }
+
+    /// Where `role` listens, for example `http://127.0.0.1:7070`; `None` when the cluster has no such service.
+    pub(crate) fn endpoint(&self, role: Role) -> Option<&str> {
+        self.endpoints.get(&role).map(String::as_str)
+    }
+
+    /// Waits for the first service that fails or ends, and says what happened. Pending while all is well.
+    pub(crate) async fn failure(&mut self) -> anyhow::Error {
+        loop {
+            match self.next_event().await {
+                Ok((role, Event::Failed { message })) => return anyhow!("{role}: {message}"),
+                Ok(_) => {}
+                Err(error) => return error,
+            }
+        }
+    }
+
+    /// Stops all services: closes the stdin of each, gives it a few seconds, kills what is left.
+    pub(crate) async fn stop(mut self) {
+        self.display.clear();
+        for process in self.processes.iter_mut().rev() {
+            process.stop(STOP_LIMIT).await;
+        }
+    }
+
+    fn spawn(&mut self, role: Role, options: &ClusterOptions) -> Result<()> {
+        let command = options.command(role, &self.endpoints);
+        let process =
+            ServiceProcess::spawn(role, command, self.reporter.clone(), self.display.bars())
+                .with_context(|| format!("cannot start {role}"))?;
+        self.processes.push(process);
+        Ok(())
+    }
+
+    /// Waits until `count` more services serve, and shows how far they are.
+    async fn until_serving(&mut self, mut count: usize) -> Result<()> {
+        while count > 0 {
+            let (role, event) = self.next_event().await?;
+            match event {
+                Event::Listening { endpoint } => {
+                    self.endpoints.insert(role, endpoint);
+                }
+                Event::Loading {
+                    done_bytes,
+                    total_bytes,
+                } => self.display.update(role, done_bytes, total_bytes),
+                Event::Serving => {
+                    self.display.finish(role);
+                    count -= 1;
+                }
+                Event::Failed { message } => bail!("{role}: {message}"),
+            }
+        }
+        Ok(())
+    }
+
+    /// The next thing that a service says about itself. A service that ends is an error.
+    async fn next_event(&mut self) -> Result<(Role, Event)> {
+        let (role, report) = self
+            .reports
+            .recv()
+            .await
+            .context("no service reports any more")?;
+        match report {
+            Report::Event(event) => Ok((role, event)),
+            Report::OutputClosed => {
+                let process = self
+                    .processes
+                    .iter_mut()
+                    .find(|process| process.role() == role)
+                    .with_context(|| format!("{role} reported before it was started"))?;
+                Err(process.describe_end().await)
+            }
+        }
+    }
+}
+
+impl Drop for Cluster {
+    /// The path of errors and signals during the start; [`Cluster::stop`] leaves nothing to do here.
+    fn drop(&mut self) {
+        self.display.clear();
+        for process in self.processes.iter_mut().rev() {
+            process.stop_blocking(STOP_LIMIT);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,133 @@
+//! Start-up and failure of child processes, with a shell script in the place of the executable.
+
+use std::{fs, num::NonZeroUsize, path::Path};
+
+use super::{options::TopkPlacement, *};
+use crate::models::ModelPaths;
+
+/// A cluster of scripts that do what `behaviour` says (shell code that knows `$role` and `serve`).
+fn options(folder: &Path, behaviour: &str) -> ClusterOptions {
+    fs::write(folder.join("behaviour"), behaviour).unwrap();
+    ClusterOptions {
+        program: Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cluster/fake_service.sh"),
+        models: ModelPaths {
+            target: folder.to_owned(),
+            drafter: Some("drafter".into()),
+        },
+        port: 0,
+        threads: NonZeroUsize::new(2),
+        topk_placement: Some(TopkPlacement::Verify),
+        log_level: "warn",
+    }
+}
+
+async fn start_error(options: &ClusterOptions) -> String {
+    match Cluster::start(options).await {
+        Ok(_) => panic!("the cluster started"),
+        Err(error) => format!("{error:#}"),
+    }
+}
+
+#[tokio::test]
+async fn a_cluster_starts_passes_the_endpoints_on_and_stops_in_order() {
+    let folder = tempfile::tempdir().unwrap();
+    let cluster = Cluster::start(&options(folder.path(), "serve"))
+        .await
+        .unwrap();
+    let coordinator = "http://127.0.0.1:1/coordinator";
+    assert_eq!(cluster.endpoint(Role::Coordinator), Some(coordinator));
+
+    let arguments = |role: &str| {
+        let path = folder.path().join(format!("{role}.arguments"));
+        fs::read_to_string(path).unwrap()
+    };
+    let target = folder.path().display();
+    assert_eq!(
+        arguments("coordinator").trim(),
+        format!(
+            "coordinator --listen 127.0.0.1:0 --announce --exit-with-stdin --target {target} \
+             --verify http://127.0.0.1:1/verify --draft http://127.0.0.1:1/draft"
+        )
+    );
+    let models = "--drafter drafter --threads 2";
+    assert!(arguments("verify").contains(&format!("{models} --topk-placement verify")));
+    assert!(arguments("draft").contains(&format!("{models} --no-head")));
+
+    cluster.stop().await;
+    for role in ["draft", "verify", "coordinator"] {
+        let ended = folder.path().join(format!("{role}.ended"));
+        assert!(ended.exists(), "{role} was killed");
+    }
+}
+
+#[tokio::test]
+async fn without_a_drafter_there_is_no_draft_service() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut options = options(folder.path(), "serve");
+    options.models.drafter = None;
+    let cluster = Cluster::start(&options).await.unwrap();
+    assert_eq!(cluster.endpoint(Role::Draft), None);
+    let arguments = fs::read_to_string(folder.path().join("coordinator.arguments")).unwrap();
+    assert!(!arguments.contains("--draft"), "{arguments}");
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_service_that_reports_a_failure_ends_the_start_with_its_message() {
+    let folder = tempfile::tempdir().unwrap();
+    let behaviour = r#"
+        if [ "$role" = verify ]; then
+          until [ -e "$folder/draft.arguments" ]; do sleep 0.01; done
+          echo '{"event":"failed","message":"no such tensor"}'
+          exit 1
+        fi
+        serve"#;
+    let error = start_error(&options(folder.path(), behaviour)).await;
+    assert_eq!(error, "verify: no such tensor");
+    assert!(
+        folder.path().join("draft.ended").exists(),
+        "the others are stopped"
+    );
+}
+
+#[tokio::test]
+async fn a_service_that_exits_silently_is_told_with_its_status_and_last_words() {
+    let folder = tempfile::tempdir().unwrap();
+    let behaviour = r#"
+        if [ "$role" = draft ]; then
+          echo "error: unexpected argument" >&2
+          echo "see --help" >&2
+          exit 2
+        fi
+        serve"#;
+    let error = start_error(&options(folder.path(), behaviour)).await;
+    assert_eq!(error, "draft ended (exit status: 2): unexpected argument");
+}
+
+#[tokio::test]
+async fn a_service_that_dies_later_is_noticed() {
+    let folder = tempfile::tempdir().unwrap();
+    let behaviour = r#"
+        if [ "$role" = coordinator ]; then
+          echo '{"event":"listening","endpoint":"x"}'
+          echo '{"event":"serving"}'
+          kill -9 $$
+        fi
+        serve"#;
+    let mut cluster = Cluster::start(&options(folder.path(), behaviour))
+        .await
+        .unwrap();
+    let error = cluster.failure().await.to_string();
+    assert!(error.starts_with("coordinator ended (signal: 9"), "{error}");
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_program_that_cannot_run_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut options = options(folder.path(), "serve");
+    options.program = "/no/such/program".into();
+    let error = start_error(&options).await;
+    let expected = "cannot start draft: cannot run /no/such/program";
+    assert!(error.starts_with(expected), "{error}");
+}

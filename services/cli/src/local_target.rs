@@ -1,0 +1,160 @@
+//! A target in this process with one sequence in its cache, for commands that need no service.
+
+use std::{num::NonZeroUsize, ops::Range, path::Path};
+
+use anyhow::{Context as _, Result, ensure};
+use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
+use treespec_engine::{
+    Backend as _, BlockPool, BlockTable, CpuTarget, ForwardOutput, HeadRequest, HeadRow, RowBatch,
+    RowShape, SequenceRows, TargetOptions,
+};
+use treespec_tree::TokenTree;
+
+/// Rows of one prefill forward.
+const PREFILL_CHUNK: usize = 128;
+
+/// A loaded target and the KV rows of one sequence.
+pub(crate) struct LocalTarget {
+    backend: CpuTarget,
+    table: BlockTable,
+    committed: usize,
+}
+
+impl LocalTarget {
+    /// Loads `checkpoint` with room for `rows` KV rows. With a drafter it also computes that drafter's features.
+    ///
+    /// # Errors
+    /// When the weights can't be read, or the drafter was made for another target.
+    pub(crate) fn load(
+        checkpoint: &TargetCheckpoint,
+        drafter: Option<&DrafterCheckpoint>,
+        threads: Option<NonZeroUsize>,
+        rows: usize,
+    ) -> Result<Self> {
+        let options = TargetOptions {
+            threads: threads.map_or(0, NonZeroUsize::get),
+            kv_tokens: rows.max(1),
+            ..Default::default()
+        };
+        let backend = CpuTarget::load(checkpoint, drafter, &options, &mut |_| {})?;
+        let mut table = BlockTable::default();
+        BlockPool::new(backend.spec().num_blocks).grow(&mut table, rows)?;
+        Ok(Self {
+            backend,
+            table,
+            committed: 0,
+        })
+    }
+
+    /// Runs `tokens` through the target and keeps them. Returns the head row of the last one and, when asked for,
+    /// the drafter's feature rows `[tokens, hidden]`.
+    ///
+    /// # Errors
+    /// No tokens, an unknown one, or more than the context holds.
+    pub(crate) fn prefill(
+        &mut self,
+        tokens: &[u32],
+        features: bool,
+    ) -> Result<(HeadRow, Vec<f32>)> {
+        let mut rows = Vec::new();
+        let mut last = None;
+        for (index, chunk) in tokens.chunks(PREFILL_CHUNK).enumerate() {
+            let end = index * PREFILL_CHUNK + chunk.len();
+            let mut head = vec![None; chunk.len()];
+            if end == tokens.len() {
+                head[chunk.len() - 1] = Some(HeadRequest::ARGMAX);
+            }
+            let output = self.forward(chunk, RowShape::Chain, &head, features)?;
+            self.committed += chunk.len();
+            rows.extend(output.features);
+            last = output.head.into_iter().next();
+        }
+        let last = last.context("there are no tokens to run")?;
+        Ok((last, rows))
+    }
+
+    /// The `top_k` best tokens (all at most) after every node of `tree`, whose root is the token after the kept ones.
+    ///
+    /// # Errors
+    /// An unknown token, or a tree beyond the context.
+    pub(crate) fn score_tree(&mut self, tree: &TokenTree, top_k: usize) -> Result<Vec<HeadRow>> {
+        let request = HeadRequest {
+            top_k: top_k.min(self.backend.spec().vocab_size),
+            normaliser: true,
+            gather: None,
+        };
+        let head = vec![Some(request); tree.len()];
+        let ancestors = tree.ancestors();
+        let output = self.forward(
+            tree.tokens(),
+            RowShape::tree(tree, &ancestors),
+            &head,
+            false,
+        )?;
+        Ok(output.head)
+    }
+
+    /// One forward of `rows` rows after the kept ones, as a verification asks for it: an argmax of every row.
+    ///
+    /// # Errors
+    /// More rows than the cache or the context holds.
+    pub(crate) fn verify_rows(&mut self, tokens: &[u32], features: bool) -> Result<()> {
+        let head = vec![Some(HeadRequest::ARGMAX); tokens.len()];
+        self.forward(tokens, RowShape::Chain, &head, features)?;
+        Ok(())
+    }
+
+    /// The valid token ids.
+    pub(crate) fn vocabulary(&self) -> Range<u32> {
+        0..self.backend.spec().vocab_size as u32
+    }
+
+    /// What decides the bits of a result.
+    pub(crate) fn numerics_profile(&self) -> &str {
+        &self.backend.spec().numerics_profile
+    }
+
+    fn forward(
+        &mut self,
+        tokens: &[u32],
+        shape: RowShape<'_>,
+        head: &[Option<HeadRequest>],
+        features: bool,
+    ) -> Result<ForwardOutput> {
+        let sequence = SequenceRows {
+            table: &self.table,
+            committed: self.committed,
+            tokens,
+            shape,
+            head,
+            features,
+        };
+        let mut outputs = self.backend.forward(&RowBatch {
+            sequences: vec![sequence],
+        })?;
+        ensure!(
+            outputs.len() == 1,
+            "one sequence gave {} outputs",
+            outputs.len()
+        );
+        Ok(outputs.remove(0))
+    }
+}
+
+/// Opens the target at `path`.
+///
+/// # Errors
+/// When it is no model, with the file at fault.
+pub(crate) fn open_target(path: &Path) -> Result<TargetCheckpoint> {
+    Ok(TargetCheckpoint::open(path)?)
+}
+
+/// Opens the drafter at `path` and checks that it was made for `target`.
+///
+/// # Errors
+/// When it is no drafter, or belongs to another target.
+pub(crate) fn open_drafter(path: &Path, target: &TargetCheckpoint) -> Result<DrafterCheckpoint> {
+    let drafter = DrafterCheckpoint::open(path)?;
+    drafter.check_target(&target.config)?;
+    Ok(drafter)
+}

@@ -1,0 +1,78 @@
+use crate::{fixture_argument, treespec};
+
+#[test]
+fn bad_flags_are_usage_errors() {
+    for arguments in [
+        &["generate"][..],
+        &["generate", "--prompt", "a", "--mode", "beam"],
+        &["generate", "--tokens", "1,x"],
+        &["explode"],
+    ] {
+        let run = treespec(arguments);
+        assert_eq!(run.status, Some(2), "{arguments:?}: {}", run.stderr);
+        assert_eq!(run.stdout, "");
+    }
+}
+
+#[test]
+fn a_missing_model_is_one_line() {
+    let run = treespec(&["generate", "--prompt", "a", "--target", "/no/such/model"]);
+    assert_eq!(run.error(), "the target /no/such/model does not exist");
+    assert_eq!(run.stdout, "");
+}
+
+#[test]
+fn an_endpoint_where_nobody_listens_is_unavailable() {
+    let run = treespec(&["generate", "--prompt", "a", "--endpoint", "127.0.0.1:9"]);
+    let error = run.error();
+    assert!(error.starts_with("UNAVAILABLE: "), "{error}");
+}
+
+#[test]
+fn a_broken_model_is_told_by_the_service_that_met_it() {
+    let target = fixture_argument("malformed/01_missing_tensor/model");
+    let run = treespec(&[
+        "generate",
+        "--tokens",
+        "1",
+        "--no-drafter",
+        "--target",
+        &target,
+    ]);
+    let error = run.error();
+    assert!(error.starts_with("verify: "), "{error}");
+    assert!(error.contains("tensor"), "{error}");
+}
+
+#[test]
+fn a_bad_request_has_the_services_status() {
+    let target = fixture_argument("cases/01_llama_gqa_tied/model");
+    for (flags, expected) in [
+        (["--tokens", ""], "INVALID_ARGUMENT: token_ids"),
+        (["--tokens", "999999"], "INVALID_ARGUMENT: token_ids"),
+        (
+            ["--tokens=1", "--temperature=0.5"],
+            "UNIMPLEMENTED: sampling.temperature",
+        ),
+        (
+            ["--tokens=1", "--max-tokens=0"],
+            "INVALID_ARGUMENT: max_tokens",
+        ),
+        (
+            ["--tokens=1", "--logprobs=21"],
+            "INVALID_ARGUMENT: output.top_logprobs",
+        ),
+    ] {
+        let arguments = [
+            &["generate", "--no-drafter", "--target", &target],
+            &flags[..],
+        ]
+        .concat();
+        let run = treespec(&arguments);
+        assert!(
+            run.error().starts_with(expected),
+            "{flags:?}: {}",
+            run.stderr
+        );
+    }
+}

@@ -1,0 +1,60 @@
+use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint, TextTokenizer};
+use treespec_engine::{CpuDrafter, Drafter, DrafterOptions};
+use treespec_rpc::handshake::{FeatureDtype, Fingerprint};
+use treespec_telemetry::{Announcer, LoadReporter};
+
+use crate::{Config, Error};
+
+/// A drafter that is ready to draft, and what it is to a verifier.
+pub struct LoadedDrafter {
+    /// The model.
+    pub drafter: Box<dyn Drafter>,
+    /// Its identity together with its target.
+    pub fingerprint: Fingerprint,
+}
+
+/// Reads the drafter and, of the target, its embeddings, head and vocabulary.
+///
+/// # Errors
+/// A missing or malformed file, or a drafter that was made for another target.
+pub fn load(config: &Config, announcer: &Announcer) -> Result<LoadedDrafter, Error> {
+    let drafter = DrafterCheckpoint::open(&config.drafter)?;
+    let target = TargetCheckpoint::open(&config.target)?;
+    drafter.check_target(&target.config)?;
+    let tokenizer = TextTokenizer::open(&config.target)?;
+    let fingerprint = fingerprint(&drafter, &target, &tokenizer)?;
+    let options = DrafterOptions {
+        threads: config.threads.map_or(0, usize::from),
+        context_window: config.context_window,
+        max_contexts: config.max_sequences,
+        with_head: !config.no_head,
+        ..DrafterOptions::default()
+    };
+    let mut reporter = LoadReporter::new(announcer.clone(), &drafter.label());
+    let drafter = CpuDrafter::load(&drafter, &target, &options, &mut |progress| {
+        reporter.update(progress.done_bytes, progress.total_bytes);
+    })?;
+    Ok(LoadedDrafter {
+        drafter: Box::new(drafter),
+        fingerprint,
+    })
+}
+
+fn fingerprint(
+    drafter: &DrafterCheckpoint,
+    target: &TargetCheckpoint,
+    tokenizer: &TextTokenizer,
+) -> Result<Fingerprint, Error> {
+    // Sizes come from checked configurations and stay far below 2^32.
+    let size = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
+    Ok(Fingerprint {
+        vocab_size: size(target.config.vocab_size),
+        hidden_size: size(drafter.config.hidden_size),
+        tokenizer_hash: tokenizer.fingerprint().to_owned(),
+        taps: drafter.config.taps.iter().map(|&tap| size(tap)).collect(),
+        block_size: size(drafter.config.block_size),
+        mask_token_id: drafter.config.mask_token_id,
+        feature_dtype: FeatureDtype::F32,
+        projection_hash: drafter.projection_hash()?,
+    })
+}
