@@ -3,6 +3,7 @@
 mod figures;
 mod parity;
 mod prompts;
+mod reference;
 mod report;
 mod statistics;
 mod step;
@@ -12,6 +13,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Subcommand;
+use indicatif::{ProgressBar, ProgressStyle};
 use treespec_rpc::proto::{
     coordinator::v1::GenerateRequest,
     verify::v1::{OutputOptions, SamplingParams},
@@ -62,4 +64,12 @@ fn greedy_request(prompt: &str, max_tokens: u32, mode: Mode) -> GenerateRequest 
         output: Some(OutputOptions::default()),
         ..Default::default()
     }
+}
+
+/// A bar for `total` requests, drawn when stderr is a terminal. Its message says what runs.
+fn progress_bar(total: usize) -> ProgressBar {
+    let template = "{wide_bar:.cyan/dim} {pos} of {len}, {eta} left, {msg:20}";
+    let style =
+        ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    ProgressBar::new(total as u64).with_style(style)
 }

@@ -70,14 +70,20 @@ impl Cluster {
         self.endpoints.get(&role).map(String::as_str)
     }
 
-    /// Waits for the first service that fails or ends, and says what happened. Pending while all is well.
+    /// Waits until the cluster can't answer any more because a service failed or ended, and says what happened.
+    /// Pending while all is well. The end of the drafter is only a warning: the others decode plainly.
     pub(crate) async fn failure(&mut self) -> anyhow::Error {
         loop {
-            match self.next_event().await {
-                Ok((role, Event::Failed { message })) => return anyhow!("{role}: {message}"),
-                Ok(_) => {}
-                Err(error) => return error,
+            let (role, event) = self.next_event().await;
+            let error = match event {
+                Ok(Event::Failed { message }) => anyhow!("{role}: {message}"),
+                Ok(_) => continue,
+                Err(error) => error,
+            };
+            if role != Role::Draft {
+                return error;
             }
+            tracing::warn!("{error}; decoding goes on without drafts");
         }
     }
 
@@ -101,8 +107,8 @@ impl Cluster {
     /// Waits until `count` more services serve, and shows how far they are.
     async fn until_serving(&mut self, mut count: usize) -> Result<()> {
         while count > 0 {
-            let (role, event) = self.next_event().await?;
-            match event {
+            let (role, event) = self.next_event().await;
+            match event? {
                 Event::Listening { endpoint } => {
                     self.endpoints.insert(role, endpoint);
                 }
@@ -121,21 +127,21 @@ impl Cluster {
     }
 
     /// The next thing that a service says about itself. A service that ends is an error.
-    async fn next_event(&mut self) -> Result<(Role, Event)> {
+    async fn next_event(&mut self) -> (Role, Result<Event>) {
         let (role, report) = self
             .reports
             .recv()
             .await
-            .context("no service reports any more")?;
+            .expect("the cluster holds a sender of its own");
         match report {
-            Report::Event(event) => Ok((role, event)),
+            Report::Event(event) => (role, Ok(event)),
             Report::OutputClosed => {
                 let process = self
                     .processes
                     .iter_mut()
                     .find(|process| process.role() == role)
-                    .with_context(|| format!("{role} reported before it was started"))?;
-                Err(process.describe_end().await)
+                    .expect("only spawned processes report");
+                (role, Err(process.describe_end().await))
             }
         }
     }

@@ -3,9 +3,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use tonic::{Code, Status};
-use tonic_types::{ErrorDetails, StatusExt};
-use treespec_rpc::status::ERROR_DOMAIN;
+use treespec_rpc::ServiceError;
 
 /// The ids of the requests that run or wait now.
 #[derive(Debug, Clone, Default)]
@@ -22,15 +20,18 @@ impl InFlight {
     /// Takes the client's id, or mints one when it is empty.
     ///
     /// # Errors
-    /// [`Duplicate`] when a request of that id is in flight.
-    pub(crate) fn claim(&self, requested: String) -> Result<RequestId, Duplicate> {
+    /// [`ServiceError::AlreadyExists`] when a request of that id is in flight.
+    pub(crate) fn claim(&self, requested: String) -> Result<RequestId, ServiceError> {
         let id = if requested.is_empty() {
             mint()
         } else {
             requested
         };
         if !self.lock().insert(id.clone()) {
-            return Err(Duplicate(id));
+            return Err(ServiceError::AlreadyExists {
+                resource: "request_id".to_owned(),
+                name: id,
+            });
         }
         Ok(RequestId {
             id,
@@ -41,20 +42,6 @@ impl InFlight {
     fn lock(&self) -> MutexGuard<'_, HashSet<String>> {
         // Inserting and removing leave the set whole even if an allocation panics.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Another request has the id.
-#[derive(Debug, thiserror::Error)]
-#[error("request_id {0:?} is in flight: choose another one, or none")]
-pub(crate) struct Duplicate(String);
-
-impl From<Duplicate> for Status {
-    fn from(duplicate: Duplicate) -> Self {
-        let message = duplicate.to_string();
-        let metadata = [("request_id".to_owned(), duplicate.0)];
-        let details = ErrorDetails::with_error_info("ALREADY_EXISTS", ERROR_DOMAIN, metadata);
-        Self::with_error_details(Code::AlreadyExists, message, details)
     }
 }
 
@@ -95,10 +82,8 @@ mod tests {
         let in_flight = InFlight::default();
         let first = in_flight.claim("r1".to_owned()).unwrap();
         assert_eq!(first.as_str(), "r1");
-        let status = Status::from(in_flight.claim("r1".to_owned()).unwrap_err());
-        assert_eq!(status.code(), Code::AlreadyExists);
-        assert!(status.message().contains("r1"), "{status:?}");
-        assert!(status.get_details_error_info().is_some());
+        let error = in_flight.claim("r1".to_owned()).unwrap_err();
+        assert!(matches!(&error, ServiceError::AlreadyExists { name, .. } if name == "r1"));
         drop(first);
         assert!(in_flight.claim("r1".to_owned()).is_ok());
     }

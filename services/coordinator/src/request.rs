@@ -8,7 +8,7 @@ use treespec_rpc::{
         verify::v1 as verify,
     },
 };
-use treespec_sampling::{SamplingError, SamplingParams};
+use treespec_sampling::SamplingParams;
 
 use crate::text::{TextCodec, check_vocabulary};
 
@@ -81,7 +81,7 @@ impl Options {
             &request.stop_token_ids,
             limits.model.vocab_size as usize,
         )?;
-        let sampling = check_sampling(request.sampling.as_ref())?;
+        let sampling = sampling_from_proto(request.sampling.as_ref())?;
         let seed = sampling.seed.unwrap_or_else(rand::random);
         Ok(Self {
             max_tokens: request.max_tokens,
@@ -125,43 +125,6 @@ impl Options {
     pub(crate) fn wants_drafts(&self) -> bool {
         self.speculation != Speculation::Ar
     }
-}
-
-/// Sound sampling that this version cannot do is no mistake of the client: it is UNIMPLEMENTED.
-fn check_sampling(
-    message: Option<&verify::SamplingParams>,
-) -> Result<SamplingParams, ServiceError> {
-    sampling_from_proto(message).map_err(|error| {
-        let message = message.copied().unwrap_or_default();
-        let defaults = SamplingParams::default();
-        // All that can be unsupported; everything else is out of range when it is refused.
-        let later = SamplingParams {
-            temperature: message.temperature.unwrap_or(defaults.temperature),
-            repetition_penalty: message
-                .repetition_penalty
-                .unwrap_or(defaults.repetition_penalty),
-            presence_penalty: message
-                .presence_penalty
-                .unwrap_or(defaults.presence_penalty),
-            frequency_penalty: message
-                .frequency_penalty
-                .unwrap_or(defaults.frequency_penalty),
-            ..defaults
-        };
-        match (later.validate(), &error) {
-            (
-                Err(SamplingError::Unsupported {
-                    field,
-                    value,
-                    supported,
-                }),
-                ServiceError::InvalidArgument { field: refused, .. },
-            ) if *refused == format!("sampling.{field}") => ServiceError::Unimplemented {
-                what: format!("sampling.{field} {value} (use {supported})"),
-            },
-            _ => error,
-        }
-    })
 }
 
 fn check_speculation(

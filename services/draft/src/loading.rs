@@ -1,6 +1,6 @@
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint, TextTokenizer};
 use treespec_engine::{CpuDrafter, Drafter, DrafterOptions};
-use treespec_rpc::handshake::{FeatureDtype, Fingerprint};
+use treespec_rpc::handshake::Fingerprint;
 use treespec_telemetry::{Announcer, LoadReporter};
 
 use crate::{Config, Error};
@@ -22,7 +22,7 @@ pub fn load(config: &Config, announcer: &Announcer) -> Result<LoadedDrafter, Err
     let target = TargetCheckpoint::open(&config.target)?;
     drafter.check_target(&target.config)?;
     let tokenizer = TextTokenizer::open(&config.target)?;
-    let fingerprint = fingerprint(&drafter, &target, &tokenizer)?;
+    let fingerprint = Fingerprint::of(&drafter, &target, &tokenizer)?;
     let options = DrafterOptions {
         threads: config.threads.map_or(0, usize::from),
         context_window: config.context_window,
@@ -37,24 +37,5 @@ pub fn load(config: &Config, announcer: &Announcer) -> Result<LoadedDrafter, Err
     Ok(LoadedDrafter {
         drafter: Box::new(drafter),
         fingerprint,
-    })
-}
-
-fn fingerprint(
-    drafter: &DrafterCheckpoint,
-    target: &TargetCheckpoint,
-    tokenizer: &TextTokenizer,
-) -> Result<Fingerprint, Error> {
-    // Sizes come from checked configurations and stay far below 2^32.
-    let size = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
-    Ok(Fingerprint {
-        vocab_size: size(target.config.vocab_size),
-        hidden_size: size(drafter.config.hidden_size),
-        tokenizer_hash: tokenizer.fingerprint().to_owned(),
-        taps: drafter.config.taps.iter().map(|&tap| size(tap)).collect(),
-        block_size: size(drafter.config.block_size),
-        mask_token_id: drafter.config.mask_token_id,
-        feature_dtype: FeatureDtype::F32,
-        projection_hash: drafter.projection_hash()?,
     })
 }

@@ -4,7 +4,7 @@ use tokio::net::TcpListener;
 use tonic::service::Routes;
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint, TextTokenizer};
 use treespec_engine::{Backend, CpuTarget, TargetOptions};
-use treespec_rpc::handshake::{FeatureDtype, Fingerprint};
+use treespec_rpc::handshake::Fingerprint;
 use treespec_rpc::health::Readiness;
 use treespec_rpc::proto::verify::v1 as pb;
 use treespec_rpc::proto::verify::v1::verify_service_server::SERVICE_NAME;
@@ -154,8 +154,7 @@ fn load(config: &Config, announcer: Announcer) -> Result<Engine, Error> {
         .map(|drafter| {
             Ok::<_, Error>(Links::new(DrafterIdentity {
                 verifier_instance: instance_id.clone(),
-                fingerprint: fingerprint(drafter, spec.vocab_size, tokenizer.fingerprint())
-                    .map_err(Error::Drafter)?,
+                fingerprint: Fingerprint::of(drafter, &target, &tokenizer).map_err(Error::Drafter)?,
             }))
         })
         .transpose()?;
@@ -183,24 +182,5 @@ fn load(config: &Config, announcer: Announcer) -> Result<Engine, Error> {
             default_budget: config.default_budget as u32,
         },
         queue: ForwardQueue::start(Box::new(backend)).map_err(Error::Thread)?,
-    })
-}
-
-/// What a drafter must match to draft for this verifier.
-fn fingerprint(
-    drafter: &DrafterCheckpoint,
-    vocab_size: usize,
-    tokenizer_hash: &str,
-) -> Result<Fingerprint, treespec_checkpoint::CheckpointError> {
-    let config = &drafter.config;
-    Ok(Fingerprint {
-        vocab_size: vocab_size as u32,
-        hidden_size: config.hidden_size as u32,
-        tokenizer_hash: tokenizer_hash.to_owned(),
-        taps: config.taps.iter().map(|&tap| tap as u32).collect(),
-        block_size: config.block_size as u32,
-        mask_token_id: config.mask_token_id,
-        feature_dtype: FeatureDtype::F32,
-        projection_hash: drafter.projection_hash()?,
     })
 }

@@ -2,6 +2,8 @@
 
 use std::fmt::Debug;
 
+use treespec_checkpoint::{CheckpointError, DrafterCheckpoint, TargetCheckpoint, TextTokenizer};
+
 use crate::{ServiceError, proto::draft::v1 as pb};
 
 /// Version of the Link protocol spoken by this build.
@@ -38,6 +40,30 @@ pub struct Fingerprint {
 }
 
 impl Fingerprint {
+    /// The fingerprint of a drafter and its target as they lie on disk. Both sides compute it from their own copies.
+    ///
+    /// # Errors
+    /// When the projection's weights cannot be read.
+    pub fn of(
+        drafter: &DrafterCheckpoint,
+        target: &TargetCheckpoint,
+        tokenizer: &TextTokenizer,
+    ) -> Result<Self, CheckpointError> {
+        // Sizes come from checked configurations and stay far below 2^32.
+        let size = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
+        let config = &drafter.config;
+        Ok(Self {
+            vocab_size: size(target.config.vocab_size),
+            hidden_size: size(config.hidden_size),
+            tokenizer_hash: tokenizer.fingerprint().to_owned(),
+            taps: config.taps.iter().map(|&tap| size(tap)).collect(),
+            block_size: size(config.block_size),
+            mask_token_id: config.mask_token_id,
+            feature_dtype: FeatureDtype::F32,
+            projection_hash: drafter.projection_hash()?,
+        })
+    }
+
     /// Reads a fingerprint off the wire; `field` is where it came from, for the error.
     ///
     /// # Errors

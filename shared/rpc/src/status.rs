@@ -19,6 +19,8 @@ pub const RETRY_PUSHBACK: &str = "grpc-retry-pushback-ms";
 
 const NOT_IMPLEMENTED: &str = " is not implemented by this service";
 
+const EXISTS_ALREADY: &str = " exists already";
+
 /// Longest error text taken over from a peer, in bytes.
 const MAX_PEER_MESSAGE: usize = 4096;
 
@@ -37,6 +39,14 @@ pub enum ServiceError {
     #[error("{resource} {name} not found")]
     NotFound {
         /// Kind of thing, such as `sequence`.
+        resource: String,
+        /// Its name.
+        name: String,
+    },
+    /// The request would make something that is there already.
+    #[error("{resource} {name} exists already")]
+    AlreadyExists {
+        /// Kind of thing, such as `request`.
         resource: String,
         /// Its name.
         name: String,
@@ -141,6 +151,7 @@ impl ServiceError {
         match self {
             Self::InvalidArgument { .. } => (Code::InvalidArgument, "INVALID_ARGUMENT"),
             Self::NotFound { .. } => (Code::NotFound, "NOT_FOUND"),
+            Self::AlreadyExists { .. } => (Code::AlreadyExists, "ALREADY_EXISTS"),
             Self::FailedPrecondition { .. } => (Code::FailedPrecondition, "FAILED_PRECONDITION"),
             Self::ResourceExhausted { .. } => (Code::ResourceExhausted, "RESOURCE_EXHAUSTED"),
             Self::Unavailable { .. } => (Code::Unavailable, "UNAVAILABLE"),
@@ -158,7 +169,9 @@ impl ServiceError {
             Self::InvalidArgument { field, description } => {
                 &[("field", field), ("description", description)]
             }
-            Self::NotFound { resource, name } => &[("resource", resource), ("name", name)],
+            Self::NotFound { resource, name } | Self::AlreadyExists { resource, name } => {
+                &[("resource", resource), ("name", name)]
+            }
             Self::FailedPrecondition {
                 subject,
                 description,
@@ -183,7 +196,7 @@ impl ServiceError {
             Self::InvalidArgument { field, description } => {
                 details.add_bad_request_violation(field, description);
             }
-            Self::NotFound { resource, name } => {
+            Self::NotFound { resource, name } | Self::AlreadyExists { resource, name } => {
                 details.set_resource_info(resource, name, "", self.to_string());
             }
             Self::FailedPrecondition {
@@ -247,6 +260,10 @@ impl ServiceError {
                 resource: get("resource")?,
                 name: get("name")?,
             },
+            "ALREADY_EXISTS" => Self::AlreadyExists {
+                resource: get("resource")?,
+                name: get("name")?,
+            },
             "FAILED_PRECONDITION" => Self::precondition(get("subject")?, get("description")?),
             "RESOURCE_EXHAUSTED" => Self::ResourceExhausted {
                 what: get("what")?,
@@ -292,6 +309,14 @@ impl ServiceError {
                     name: bounded(name),
                 }
             }
+            Code::AlreadyExists => {
+                let what = message.strip_suffix(EXISTS_ALREADY).unwrap_or(message);
+                let (resource, name) = what.split_once(' ').unwrap_or(("resource", what));
+                Self::AlreadyExists {
+                    resource: bounded(resource),
+                    name: bounded(name),
+                }
+            }
             Code::FailedPrecondition => Self::precondition(bounded(subject), bounded(rest)),
             Code::ResourceExhausted => Self::ResourceExhausted {
                 what: bounded(message.strip_prefix("out of ").unwrap_or(message)),
@@ -306,7 +331,7 @@ impl ServiceError {
             Code::Unimplemented => Self::Unimplemented {
                 what: bounded(message.strip_suffix(NOT_IMPLEMENTED).unwrap_or(message)),
             },
-            Code::Aborted | Code::AlreadyExists => Self::Aborted { description },
+            Code::Aborted => Self::Aborted { description },
             Code::Internal => Self::internal(description),
             other => Self::internal(format!("{other:?}: {description}")),
         }

@@ -1,20 +1,16 @@
 //! `treespec bench parity`: token ids and accepted counts over a cluster against a reference file.
 
-use std::{
-    collections::HashMap,
-    fs,
-    path::{Path, PathBuf},
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+
+use super::{
+    greedy_request, progress_bar,
+    reference::{self, Comparison, ReferencePrompt},
+    report::Table,
+    statistics::ratio,
 };
-
-use anyhow::{Context as _, Result, ensure};
-use indicatif::{ProgressBar, ProgressStyle};
-use serde::Deserialize;
-
-use super::{greedy_request, report::Table, statistics::ratio};
 use crate::{answer::Answer, client::Client, connection::ConnectionArgs, mode::Mode, stdout};
-
-/// Prompt and answer together in the reference file.
-const REFERENCE_LENGTH: u32 = 512;
 
 /// Flags of `treespec bench parity`.
 #[derive(Debug, Clone, clap::Args)]
@@ -44,60 +40,6 @@ pub(crate) struct ParityArgs {
     pub connection: ConnectionArgs,
 }
 
-/// The part of the reference file that is compared.
-#[derive(Debug, Deserialize)]
-struct Reference {
-    prompts: Vec<ReferencePrompt>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-struct ReferencePrompt {
-    prompt: String,
-    prompt_tokens: u32,
-    /// The answer; a final end-of-sequence token is part of it.
-    token_ids: Vec<u32>,
-    /// Smallest distance of the two best logits on the path: a flip below 1e-3 may be rounding.
-    min_top1_top2_gap: f64,
-    /// Accepted counts by mode: `chain`, or a tree's budget.
-    rounds: HashMap<String, Vec<u32>>,
-}
-
-impl ReferencePrompt {
-    fn max_tokens(&self, limit: Option<u32>) -> u32 {
-        let room = REFERENCE_LENGTH.saturating_sub(self.prompt_tokens);
-        limit.map_or(room, |limit| limit.min(room))
-    }
-
-    /// The ids that a generation of at most `max_tokens` must give.
-    fn expected_ids(&self, max_tokens: u32) -> &[u32] {
-        &self.token_ids[..self.token_ids.len().min(max_tokens as usize)]
-    }
-
-    /// The accepted counts that `tokens` generated tokens take in `mode`; `None` when the file has none for it.
-    fn expected_rounds(&self, mode: Mode, tokens: usize) -> Option<&[u32]> {
-        let key = match mode {
-            Mode::Chain => "chain".to_owned(),
-            Mode::Tree(Some(budget)) => budget.to_string(),
-            Mode::Auto | Mode::Ar | Mode::Tree(None) => return None,
-        };
-        let rounds = self.rounds.get(&key)?;
-        Some(&rounds[..rounds_for(rounds, tokens)])
-    }
-}
-
-/// How many rounds make `tokens` tokens, the first of which comes from the prefill.
-fn rounds_for(rounds: &[u32], tokens: usize) -> usize {
-    let mut made = 1;
-    rounds
-        .iter()
-        .take_while(|&&accepted| {
-            let needed = made < tokens;
-            made += accepted as usize + 1;
-            needed
-        })
-        .count()
-}
-
 /// What was found for one mode.
 #[derive(Debug, Default)]
 struct ModeOutcome {
@@ -117,74 +59,24 @@ impl ModeOutcome {
         self.first_difference.is_none()
     }
 
-    fn add(
-        &mut self,
-        index: usize,
-        prompt: &ReferencePrompt,
-        mode: Mode,
-        max_tokens: u32,
-        answer: &Answer,
-    ) {
-        let expected_ids = prompt.expected_ids(max_tokens);
-        let expected_rounds = prompt.expected_rounds(mode, expected_ids.len());
-        let ids = compare_ids(prompt, expected_ids, answer);
-        let rounds = expected_rounds.map_or(Ok(()), |expected| {
-            compare_rounds(expected, &answer.stats.rounds)
-        });
-
+    /// Counts the answer to prompt `index`.
+    fn add(&mut self, index: usize, answer: &Answer, comparison: Comparison) {
+        let Comparison { ids, rounds } = comparison;
         self.prompts += 1;
         self.equal_ids += usize::from(ids.is_ok());
-        if let Some(expected) = expected_rounds {
-            self.with_rounds += 1;
-            self.equal_rounds += usize::from(rounds.is_ok());
-            self.expected_steps += expected.len() as u64;
-        }
         self.tokens += u64::from(answer.usage.completion_tokens.saturating_sub(1));
         self.steps += u64::from(answer.stats.steps);
-        if let Err(difference) = ids.and(rounds)
-            && self.first_difference.is_none()
-        {
+        let mut outcome = ids;
+        if let Some(rounds) = rounds {
+            self.with_rounds += 1;
+            self.equal_rounds += usize::from(rounds.outcome.is_ok());
+            self.expected_steps += rounds.expected_steps as u64;
+            outcome = outcome.and(rounds.outcome);
+        }
+        if let (Err(difference), None) = (outcome, &self.first_difference) {
             self.first_difference = Some(format!("prompt {index}: {difference}"));
         }
     }
-}
-
-fn compare_ids(prompt: &ReferencePrompt, expected: &[u32], answer: &Answer) -> Result<(), String> {
-    if answer.usage.prompt_tokens != prompt.prompt_tokens {
-        return Err(format!(
-            "the prompt has {} tokens, the reference {}: tokenizer or chat template differ",
-            answer.usage.prompt_tokens, prompt.prompt_tokens
-        ));
-    }
-    let Some((position, got, wanted)) = first_difference(&answer.token_ids, expected) else {
-        return Ok(());
-    };
-    let step = rounds_for(&answer.stats.rounds, position + 1);
-    Err(format!(
-        "token {position} (step {step}) is {got}, expected {wanted}; smallest top-1/top-2 gap of the reference {:.1e}",
-        prompt.min_top1_top2_gap
-    ))
-}
-
-fn compare_rounds(expected: &[u32], got: &[u32]) -> Result<(), String> {
-    first_difference(got, expected).map_or(Ok(()), |(step, got, wanted)| {
-        Err(format!(
-            "step {} accepted {got}, expected {wanted}",
-            step + 1
-        ))
-    })
-}
-
-/// Index and both values of the first difference; a missing value is `nothing`.
-fn first_difference(got: &[u32], expected: &[u32]) -> Option<(usize, String, String)> {
-    let shown = |values: &[u32], index: usize| {
-        values
-            .get(index)
-            .map_or_else(|| "nothing".to_owned(), u32::to_string)
-    };
-    (0..got.len().max(expected.len()))
-        .find(|&index| got.get(index) != expected.get(index))
-        .map(|index| (index, shown(got, index), shown(expected, index)))
 }
 
 /// Runs the comparison and prints one line per mode. True when nothing differs.
@@ -192,7 +84,7 @@ fn first_difference(got: &[u32], expected: &[u32]) -> Option<(usize, String, Str
 /// # Errors
 /// A bad reference file, a cluster that fails, or a status of the service.
 pub(crate) async fn run(args: ParityArgs) -> Result<bool> {
-    let mut prompts = read(&args.reference)?.prompts;
+    let mut prompts = reference::read(&args.reference)?;
     prompts.truncate(args.limit.unwrap_or(usize::MAX));
     ensure!(!prompts.is_empty(), "there are no prompts to compare");
 
@@ -215,7 +107,7 @@ async fn compare(
     prompts: &[ReferencePrompt],
     args: &ParityArgs,
 ) -> Result<Vec<ModeOutcome>> {
-    let progress = progress_bar((prompts.len() * args.modes.len()) as u64);
+    let progress = progress_bar(prompts.len() * args.modes.len());
     let mut outcomes: Vec<ModeOutcome> =
         args.modes.iter().map(|_| ModeOutcome::default()).collect();
     for (index, prompt) in prompts.iter().enumerate() {
@@ -224,19 +116,12 @@ async fn compare(
             progress.set_message(format!("prompt {index} {mode}"));
             let request = greedy_request(&prompt.prompt, max_tokens, mode);
             let answer = client.generate(request, |_| Ok(())).await?;
-            outcome.add(index, prompt, mode, max_tokens, &answer);
+            outcome.add(index, &answer, prompt.compare(mode, max_tokens, &answer));
             progress.inc(1);
         }
     }
     progress.finish_and_clear();
     Ok(outcomes)
-}
-
-fn read(path: &Path) -> Result<Reference> {
-    let text =
-        fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    serde_json::from_str(&text)
-        .with_context(|| format!("{} is not a reference file", path.display()))
 }
 
 fn table(modes: &[Mode], outcomes: &[ModeOutcome]) -> Table {
@@ -264,117 +149,58 @@ fn table(modes: &[Mode], outcomes: &[ModeOutcome]) -> Table {
     table
 }
 
-fn progress_bar(total: u64) -> ProgressBar {
-    let style =
-        ProgressStyle::with_template("{wide_bar:.cyan/dim} {pos} of {len}, {eta} left, {msg:20}")
-            .unwrap_or_else(|_| ProgressStyle::default_bar());
-    ProgressBar::new(total).with_style(style)
-}
-
 #[cfg(test)]
 mod tests {
     use treespec_rpc::proto::verify::v1::{SpeculationStats, Usage};
 
-    use super::*;
+    use super::{reference::RoundsComparison, *};
 
-    fn prompt() -> ReferencePrompt {
-        ReferencePrompt {
-            prompt: "p".into(),
-            prompt_tokens: 4,
-            token_ids: vec![10, 11, 12, 13, 14, 2],
-            min_top1_top2_gap: 0.01,
-            rounds: HashMap::from([("8".to_owned(), vec![1, 2, 3])]),
-        }
-    }
-
-    fn answer(token_ids: &[u32], rounds: &[u32]) -> Answer {
+    fn answer() -> Answer {
         Answer {
-            token_ids: token_ids.to_vec(),
             usage: Usage {
-                prompt_tokens: 4,
-                completion_tokens: token_ids.len() as u32,
-                cached_tokens: 0,
+                completion_tokens: 7,
+                ..Default::default()
             },
             stats: SpeculationStats {
-                steps: rounds.len() as u32,
-                rounds: rounds.to_vec(),
+                steps: 2,
                 ..Default::default()
             },
             ..Default::default()
         }
     }
 
-    #[test]
-    fn rounds_are_cut_where_the_tokens_end() {
-        // 1 token from prefill, then 2, 3 and 4 tokens.
-        assert_eq!(
-            [1, 2, 3, 4, 6, 7, 10, 11].map(|tokens| rounds_for(&[1, 2, 3], tokens)),
-            [0, 1, 1, 2, 2, 3, 3, 3]
-        );
-        assert_eq!(
-            prompt().expected_rounds(Mode::Tree(Some(8)), 4),
-            Some(&[1, 2][..])
-        );
-        assert_eq!(prompt().expected_rounds(Mode::Ar, 4), None);
-        assert_eq!(prompt().expected_rounds(Mode::Tree(Some(9)), 4), None);
+    fn comparison(ids: Result<(), String>, rounds: Result<(), String>) -> Comparison {
+        Comparison {
+            ids,
+            rounds: Some(RoundsComparison {
+                expected_steps: 3,
+                outcome: rounds,
+            }),
+        }
     }
 
     #[test]
-    fn the_limit_never_leaves_the_reference() {
-        assert_eq!(prompt().max_tokens(None), 508);
-        assert_eq!(prompt().max_tokens(Some(3)), 3);
-        assert_eq!(prompt().expected_ids(3), [10, 11, 12]);
-        assert_eq!(prompt().expected_ids(508).len(), 6);
-    }
-
-    #[test]
-    fn equal_answers_count_and_the_first_difference_is_told() {
-        let mode = Mode::Tree(Some(8));
+    fn equal_answers_count_and_the_first_difference_is_kept() {
         let mut outcome = ModeOutcome::default();
-        outcome.add(
-            0,
-            &prompt(),
-            mode,
-            508,
-            &answer(&[10, 11, 12, 13, 14, 2], &[1, 2]),
-        );
-        assert!(outcome.is_equal());
-        assert_eq!((outcome.equal_ids, outcome.equal_rounds), (1, 1));
-
+        outcome.add(0, &answer(), comparison(Ok(()), Ok(())));
         outcome.add(
             1,
-            &prompt(),
-            mode,
-            508,
-            &answer(&[10, 11, 12, 99, 14, 2], &[1, 2]),
+            &answer(),
+            Comparison {
+                ids: Ok(()),
+                rounds: None,
+            },
         );
-        outcome.add(
-            2,
-            &prompt(),
-            mode,
-            508,
-            &answer(&[10, 11, 12, 13, 14], &[1, 1, 0]),
-        );
+        assert!(outcome.is_equal());
+        outcome.add(2, &answer(), comparison(Ok(()), Err("rounds".into())));
+        outcome.add(3, &answer(), comparison(Err("ids".into()), Ok(())));
         assert_eq!(
-            (outcome.prompts, outcome.equal_ids, outcome.equal_rounds),
-            (3, 1, 2)
+            outcome.first_difference.as_deref(),
+            Some("prompt 2: rounds")
         );
-        let told = outcome.first_difference.unwrap();
-        assert!(
-            told.starts_with("prompt 1: token 3 (step 2) is 99, expected 13"),
-            "{told}"
-        );
-    }
 
-    #[test]
-    fn missing_values_and_other_prompts_are_differences() {
-        assert_eq!(
-            compare_rounds(&[1, 2], &[1]),
-            Err("step 2 accepted nothing, expected 2".to_owned())
-        );
-        let mut other = answer(&[10], &[]);
-        other.usage.prompt_tokens = 5;
-        let told = compare_ids(&prompt(), &[10], &other).unwrap_err();
-        assert!(told.contains("chat template"), "{told}");
+        let text = table(&[Mode::Chain], &[outcome]).render();
+        let cells: Vec<&str> = text.lines().nth(1).unwrap().split_whitespace().collect();
+        assert_eq!(cells, ["chain", "3/4", "2/3", "3.000", "2.667"]);
     }
 }

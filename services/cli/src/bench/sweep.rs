@@ -3,12 +3,11 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
-use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 use super::{
     figures::{ModeFigures, Run, STAGES},
-    greedy_request, prompts,
+    greedy_request, progress_bar, prompts,
     report::{Report, Table},
 };
 use crate::{answer::Answer, client::Client, connection::ConnectionArgs, mode::Mode, stdout};
@@ -125,7 +124,7 @@ async fn measure(
     args: &SweepArgs,
 ) -> Result<Vec<Vec<Run>>> {
     let total = modes.len() * (1 + prompts.len() * args.repetitions as usize);
-    let progress = progress_bar(total as u64);
+    let progress = progress_bar(total);
     for &mode in modes {
         progress.set_message(format!("warm-up {mode}"));
         client
@@ -182,13 +181,6 @@ fn table(results: &[ModeFigures]) -> Table {
         table.row(cells);
     }
     table
-}
-
-fn progress_bar(total: u64) -> ProgressBar {
-    let style =
-        ProgressStyle::with_template("{wide_bar:.cyan/dim} {pos} of {len}, {eta} left, {msg:16}")
-            .unwrap_or_else(|_| ProgressStyle::default_bar());
-    ProgressBar::new(total).with_style(style)
 }
 
 #[cfg(test)]

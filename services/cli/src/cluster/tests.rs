@@ -123,6 +123,35 @@ async fn a_service_that_dies_later_is_noticed() {
 }
 
 #[tokio::test]
+async fn the_end_of_the_drafter_is_not_the_end_of_the_cluster() {
+    let folder = tempfile::tempdir().unwrap();
+    let behaviour = r#"
+        echo "{\"event\":\"listening\",\"endpoint\":\"$role\"}"
+        echo '{"event":"serving"}'
+        case $role in
+          draft)
+            until [ -e "$folder/all.serve" ]; do sleep 0.01; done
+            touch "$folder/draft.gone"
+            exit 3 ;;
+          coordinator)
+            until [ -e "$folder/draft.gone" ]; do sleep 0.01; done
+            sleep 0.1
+            exit 4 ;;
+        esac
+        cat >/dev/null"#;
+    let mut cluster = Cluster::start(&options(folder.path(), behaviour))
+        .await
+        .unwrap();
+    fs::write(folder.path().join("all.serve"), "").unwrap();
+    let error = cluster.failure().await.to_string();
+    assert!(
+        error.starts_with("coordinator ended (exit status: 4)"),
+        "{error}"
+    );
+    cluster.stop().await;
+}
+
+#[tokio::test]
 async fn a_program_that_cannot_run_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let mut options = options(folder.path(), "serve");

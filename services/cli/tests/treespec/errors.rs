@@ -52,7 +52,7 @@ fn a_bad_request_has_the_services_status() {
         (["--tokens", "999999"], "INVALID_ARGUMENT: token_ids"),
         (
             ["--tokens=1", "--temperature=0.5"],
-            "UNIMPLEMENTED: sampling.temperature",
+            "INVALID_ARGUMENT: sampling.temperature",
         ),
         (
             ["--tokens=1", "--max-tokens=0"],

@@ -16,6 +16,8 @@ pub(super) trait Lanes: Copy {
     const TILE_VECTORS: usize;
     /// Rows of a linear tile whose accumulators still fit the register file.
     const TILE_ROWS: usize;
+    /// Rows of a tile that keeps one vector of the panel at a time.
+    const HALF_TILE_ROWS: usize;
 
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(p: *const f32) -> Self;
@@ -108,6 +110,7 @@ pub(super) struct Avx512(__m512);
 impl Lanes for Avx512 {
     const TILE_VECTORS: usize = 2;
     const TILE_ROWS: usize = 12;
+    const HALF_TILE_ROWS: usize = 24;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
@@ -187,6 +190,7 @@ pub(super) struct Avx2(__m256, __m256);
 impl Lanes for Avx2 {
     const TILE_VECTORS: usize = 1;
     const TILE_ROWS: usize = 6;
+    const HALF_TILE_ROWS: usize = 6;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
@@ -333,6 +337,7 @@ impl Portable {
 impl Lanes for Portable {
     const TILE_VECTORS: usize = 1;
     const TILE_ROWS: usize = 4;
+    const HALF_TILE_ROWS: usize = 4;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {

@@ -1,13 +1,15 @@
 //! `y = x W^T` with a fixed order of summation: output `(row, column)` is one chain of multiply-adds over
 //! ascending k, whatever the number of rows. That makes a row's bits independent of its neighbours.
 
+use std::cell::RefCell;
+
 use super::lanes::{LANES, Lanes};
 use super::packed::{F32Panel, PANEL, PackedLinear, Panel, PanelReader, block_end, blocks};
 use super::pool::ThreadPool;
 use super::{Isa, SharedMut, dispatch};
 
 /// Largest row tile of any instruction set.
-const MAX_TILE_ROWS: usize = 12;
+const MAX_TILE_ROWS: usize = 24;
 
 /// What happens to an output before it is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -122,10 +124,10 @@ unsafe fn panels<L: Lanes>(
     out: &Output<'_>,
 ) {
     let depth = w.depth();
-    let tiles = x.count.div_ceil(L::TILE_ROWS);
     // Widening in registers serves one tile. For more, or where registers are few, the panel is widened once.
-    let direct = L::TILE_VECTORS == 2 && tiles == 1;
-    let mut unpacked = Vec::new();
+    let direct = L::TILE_VECTORS == 2 && x.count <= L::HALF_TILE_ROWS;
+    // Taken out rather than borrowed in a closure: a closure would be compiled without the target features.
+    let mut unpacked = UNPACKED.take();
     for panel in from..to {
         // SAFETY: the caller's contract, and `unpacked` is a whole panel.
         unsafe {
@@ -143,6 +145,12 @@ unsafe fn panels<L: Lanes>(
             }
         }
     }
+    UNPACKED.set(unpacked);
+}
+
+thread_local! {
+    /// One widened panel, kept because clearing it anew for every call would cost as much as filling it.
+    static UNPACKED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
 /// All rows through one panel.
@@ -157,11 +165,16 @@ unsafe fn panel_rows<L: Lanes, R: PanelReader<L>>(
     panel: usize,
     out: &Output<'_>,
 ) {
-    let tiles = x.count.div_ceil(L::TILE_ROWS);
+    // One tall tile reads the panel twice but widens each weight once; more rows go through wide tiles.
+    let tiles = if x.count <= L::HALF_TILE_ROWS {
+        1
+    } else {
+        x.count.div_ceil(L::TILE_ROWS)
+    };
     let mut values = [[0.0f32; PANEL]; MAX_TILE_ROWS];
     let mut row = 0;
     for tile in 0..tiles {
-        // Even tiles: 17 rows are 8 + 9, not 12 + 5.
+        // Even tiles: 26 rows are 8 + 9 + 9, not 12 + 12 + 2.
         let end = x.count * (tile + 1) / tiles;
         let inputs = x.inputs[row * depth..].as_ptr();
         // SAFETY: the tile lies inside `x`; the caller's contract.
@@ -185,21 +198,29 @@ unsafe fn tile_rows<L: Lanes, R: PanelReader<L>>(
     out: &mut [[f32; PANEL]; MAX_TILE_ROWS],
 ) {
     macro_rules! with_rows {
-        ($($n:literal)*) => {
+        ($tile:ident: $($n:literal)*) => {
             match rows {
                 // SAFETY: the caller's contract.
-                $($n => unsafe { tile::<L, R, $n>(inputs, reader, depth, out) },)*
+                $($n => unsafe { $tile::<L, R, $n>(inputs, reader, depth, out) },)*
                 _ => unreachable!("a tile has 1 to {MAX_TILE_ROWS} rows"),
             }
         };
     }
-    with_rows!(1 2 3 4 5 6 7 8 9 10 11 12)
+    if L::TILE_VECTORS == 2 && rows <= L::TILE_ROWS {
+        with_rows!(wide_tile: 1 2 3 4 5 6 7 8 9 10 11 12)
+    } else if L::TILE_VECTORS == 2 {
+        with_rows!(tall_tile: 13 14 15 16 17 18 19 20 21 22 23 24)
+    } else {
+        with_rows!(tall_tile: 1 2 3 4 5 6)
+    }
 }
 
+/// Both halves of the panel at once.
+///
 /// # Safety
 /// As [`tile_rows`].
 #[inline(always)]
-unsafe fn tile<L: Lanes, R: PanelReader<L>, const ROWS: usize>(
+unsafe fn wide_tile<L: Lanes, R: PanelReader<L>, const ROWS: usize>(
     inputs: *const f32,
     reader: R,
     depth: usize,
@@ -207,40 +228,67 @@ unsafe fn tile<L: Lanes, R: PanelReader<L>, const ROWS: usize>(
 ) {
     // SAFETY: `k < depth` keeps every pointer inside the panel and the rows.
     unsafe {
-        if L::TILE_VECTORS == 2 {
-            let mut acc = [[L::splat(0.0); 2]; ROWS];
-            for (block, start) in blocks(depth) {
-                let scale = reader.scale(block);
-                for k in start..block_end(start, depth) {
-                    let [w0, w1] = reader.weights(k, scale);
-                    for (t, acc) in acc.iter_mut().enumerate() {
-                        let x = L::splat(*inputs.add(t * depth + k));
-                        acc[0] = x.mul_add(w0, acc[0]);
-                        acc[1] = x.mul_add(w1, acc[1]);
-                    }
+        let mut acc = [[L::splat(0.0); 2]; ROWS];
+        for (block, start) in blocks(depth) {
+            let scale = reader.scale(block);
+            for k in start..block_end(start, depth) {
+                let [w0, w1] = reader.weights(k, scale);
+                for (t, acc) in acc.iter_mut().enumerate() {
+                    let x = L::splat(*inputs.add(t * depth + k));
+                    acc[0] = x.mul_add(w0, acc[0]);
+                    acc[1] = x.mul_add(w1, acc[1]);
                 }
             }
-            for (out, acc) in out.iter_mut().zip(acc) {
-                acc[0].store(out.as_mut_ptr());
-                acc[1].store(out.as_mut_ptr().add(LANES));
-            }
-        } else {
-            for half in 0..2 {
-                let mut acc = [L::splat(0.0); ROWS];
-                for (block, start) in blocks(depth) {
-                    let scale = reader.scale(block);
-                    for k in start..block_end(start, depth) {
-                        let w = reader.weights(k, scale)[half];
-                        for (t, acc) in acc.iter_mut().enumerate() {
-                            let x = L::splat(*inputs.add(t * depth + k));
-                            *acc = x.mul_add(w, *acc);
-                        }
-                    }
+        }
+        for (out, acc) in out.iter_mut().zip(acc) {
+            acc[0].store(out.as_mut_ptr());
+            acc[1].store(out.as_mut_ptr().add(LANES));
+        }
+    }
+}
+
+/// One half of the panel after the other, for twice the rows in the same registers.
+///
+/// # Safety
+/// As [`tile_rows`].
+#[inline(always)]
+unsafe fn tall_tile<L: Lanes, R: PanelReader<L>, const ROWS: usize>(
+    inputs: *const f32,
+    reader: R,
+    depth: usize,
+    out: &mut [[f32; PANEL]; MAX_TILE_ROWS],
+) {
+    // SAFETY: as in `wide_tile`.
+    unsafe {
+        tall_half::<L, R, ROWS, 0>(inputs, reader, depth, out);
+        tall_half::<L, R, ROWS, 1>(inputs, reader, depth, out);
+    }
+}
+
+/// # Safety
+/// As [`tile_rows`].
+#[inline(always)]
+unsafe fn tall_half<L: Lanes, R: PanelReader<L>, const ROWS: usize, const HALF: usize>(
+    inputs: *const f32,
+    reader: R,
+    depth: usize,
+    out: &mut [[f32; PANEL]; MAX_TILE_ROWS],
+) {
+    // SAFETY: as in `wide_tile`.
+    unsafe {
+        let mut acc = [L::splat(0.0); ROWS];
+        for (block, start) in blocks(depth) {
+            let scale = reader.scale(block);
+            for k in start..block_end(start, depth) {
+                let w = reader.weights(k, scale)[HALF];
+                for (t, acc) in acc.iter_mut().enumerate() {
+                    let x = L::splat(*inputs.add(t * depth + k));
+                    *acc = x.mul_add(w, *acc);
                 }
-                for (out, acc) in out.iter_mut().zip(acc) {
-                    acc.store(out.as_mut_ptr().add(half * LANES));
-                }
             }
+        }
+        for (out, acc) in out.iter_mut().zip(acc) {
+            acc.store(out.as_mut_ptr().add(HALF * LANES));
         }
     }
 }
