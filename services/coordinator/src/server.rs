@@ -7,7 +7,7 @@ use treespec_rpc::{
     proto::coordinator::v1::coordinator_service_server::SERVICE_NAME,
     transport::{self, TransportError},
 };
-use treespec_telemetry::{Announcer, Event, stdin_closed};
+use treespec_telemetry::{Announcer, Event, shutdown_with_parent};
 
 use crate::{
     Config, Error, admission::Admission, drafters::Drafters, in_flight::InFlight,
@@ -105,28 +105,14 @@ pub async fn run(
     shutdown: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), Error> {
     let exit_with_stdin = config.exit_with_stdin;
-    let shutdown = async move {
-        if exit_with_stdin {
-            tokio::select! {
-                () = shutdown => {}
-                () = stdin_closed() => tracing::info!("stdin is closed, shutting down"),
-            }
-        } else {
-            shutdown.await;
-        }
-    };
+    let shutdown = shutdown_with_parent(shutdown, exit_with_stdin);
     let served = async {
         let server = Server::bind(&config).await?;
         tracing::info!(address = %server.local_addr(), "coordinator is listening");
         server.serve(shutdown).await
     }
     .await;
-    if let Err(error) = &served {
-        Announcer::from_flag(config.announce).announce(&Event::Failed {
-            message: error.to_string(),
-        });
-    }
-    served
+    Announcer::from_flag(config.announce).announce_failure(served)
 }
 
 /// Reports SERVING while at least one replica serves.

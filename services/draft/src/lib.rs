@@ -21,7 +21,7 @@ use tonic::service::Routes;
 use treespec_rpc::{
     health::Readiness, proto::draft::v1::draft_service_server::SERVICE_NAME, transport,
 };
-use treespec_telemetry::{Announcer, Event, stdin_closed};
+use treespec_telemetry::{Announcer, Event, shutdown_with_parent};
 
 pub use config::Config;
 pub use error::Error;
@@ -39,12 +39,7 @@ pub async fn run(
 ) -> Result<(), Error> {
     let announcer = Announcer::from_flag(config.announce);
     let outcome = run_announced(config, announcer.clone(), shutdown).await;
-    if let Err(error) = &outcome {
-        announcer.announce(&Event::Failed {
-            message: error.to_string(),
-        });
-    }
-    outcome
+    announcer.announce_failure(outcome)
 }
 
 async fn run_announced(
@@ -60,16 +55,7 @@ async fn run_announced(
         let announcer = announcer.clone();
         move || load(&config, &announcer)
     };
-    let shutdown = async move {
-        if exit_with_stdin {
-            tokio::select! {
-                () = shutdown => {}
-                () = stdin_closed() => {}
-            }
-        } else {
-            shutdown.await;
-        }
-    };
+    let shutdown = shutdown_with_parent(shutdown, exit_with_stdin);
     run_with(load, max_sequences, listener, announcer, shutdown).await
 }
 

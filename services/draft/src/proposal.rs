@@ -132,6 +132,7 @@ fn finish_batch(
         return vec![Err(error); batch.len()];
     }
     let started = Instant::now();
+    let block_size = drafter.spec().block_size;
     let mut head = HeadPass::run(drafter, batch, hidden, width);
     let head_seconds = started.elapsed().as_secs_f64();
 
@@ -148,7 +149,7 @@ fn finish_batch(
                     pb::proposal::Draft::BlockHidden(rows)
                 }
                 Placement::Draft => {
-                    let rows = head.take(rows_per_block)?;
+                    let rows = head.take(request.shape.depths(block_size))?;
                     let started = Instant::now();
                     let tree = build_draft(request.root_token, &rows, request.shape);
                     timings.head_seconds = head_seconds;
@@ -173,12 +174,15 @@ impl HeadPass {
         hidden: &[f32],
         width: usize,
     ) -> Self {
-        let vocab_size = drafter.spec().vocab_size;
+        let spec = drafter.spec();
+        let (vocab_size, block_size) = (spec.vocab_size, spec.block_size);
+        let hidden_size = spec.hidden_size;
         let mut rows = Vec::new();
         let mut candidates = 0;
         for ((_, request), block) in batch.iter().zip(hidden.chunks_exact(width)) {
             if request.placement == Placement::Draft {
-                rows.extend_from_slice(block);
+                let needed = request.shape.depths(block_size) * hidden_size;
+                rows.extend_from_slice(&block[..needed]);
                 // A builder reads no further than its budget, so the widest request serves all.
                 candidates = candidates.max(request.shape.candidates_per_depth(vocab_size));
             }

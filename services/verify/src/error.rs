@@ -25,6 +25,9 @@ pub enum Error {
     /// The operating system gives no thread to the engine.
     #[error("cannot start the engine thread: {0}")]
     Thread(std::io::Error),
+    /// The engine thread panicked; the log says where.
+    #[error("the engine has stopped; see the log, and report it with the request that was running")]
+    EngineStopped,
     /// The port cannot be had, or the server failed.
     #[error(transparent)]
     Transport(#[from] TransportError),

@@ -74,14 +74,21 @@ pub(crate) struct ForwardQueue {
 }
 
 impl ForwardQueue {
-    /// Starts the thread. The queue is unbounded because every sequence has at most one piece of work in it and
-    /// sequences are bounded by admission.
-    pub(crate) fn start(backend: Box<dyn Backend>) -> std::io::Result<Self> {
+    /// Starts the thread. The receiver resolves when it ends. The queue is unbounded because every sequence has at most
+    /// one piece of work in it and sequences are bounded by admission.
+    pub(crate) fn start(
+        backend: Box<dyn Backend>,
+    ) -> std::io::Result<(Self, oneshot::Receiver<()>)> {
         let (work, waiting) = mpsc::unbounded_channel();
+        let (alive, ended) = oneshot::channel::<()>();
         thread::Builder::new()
             .name("verify-engine".into())
-            .spawn(move || run(backend, waiting))?;
-        Ok(Self { work })
+            .spawn(move || {
+                // Dropped with the thread, by a panic too.
+                let _alive = alive;
+                run(backend, waiting);
+            })?;
+        Ok((Self { work }, ended))
     }
 
     pub(crate) async fn prefill(&self, prefill: Prefill) -> Result<ForwardOutput, ServiceError> {

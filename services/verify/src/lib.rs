@@ -14,6 +14,7 @@
 
 mod config;
 mod drafting;
+mod engine;
 mod error;
 mod forward;
 mod kv_reservation;

@@ -12,11 +12,11 @@ use treespec_rpc::proto::verify::v1::generate_response::Event;
 use treespec_tree::TokenTree;
 
 use crate::drafting::{DraftBody, DraftWish, Drafting};
+use crate::engine::Engine;
 use crate::error::engine_fault;
 use crate::forward::{Place, Prefill, Verified, Verify};
 use crate::logprobs::{head_request, prompt_logprob, prompt_request, token_logprob};
 use crate::request::GenerationRequest;
-use crate::service::Engine;
 use crate::statistics::Statistics;
 
 /// Where a sequence sends what it decides.
@@ -33,11 +33,7 @@ pub(crate) async fn decode(
 ) -> Result<(), ServiceError> {
     let arrived = Instant::now();
     let shape = draft_shape(engine, &request)?;
-    let most_nodes = match shape {
-        None => 0,
-        Some(DraftShape::Chain) => engine.block_size().saturating_sub(1),
-        Some(DraftShape::Tree { budget }) => budget,
-    };
+    let most_nodes = shape.map_or(0, |shape| engine.most_nodes(shape));
     let rows = request.prompt_length + request.max_tokens + most_nodes;
     let kv = engine.kv.reserve(rows).await?;
     let drafting = match (shape, &engine.links, &request.drafter) {
@@ -229,8 +225,11 @@ impl Sequence<'_> {
         let mut cost = draft.cost;
         let mut tree = match draft.body {
             DraftBody::Tree(tree) => tree,
-            DraftBody::Hidden(hidden) => {
+            DraftBody::Hidden(mut hidden) => {
                 let started = Instant::now();
+                let block_size = self.engine.block_size();
+                let row = hidden.len() / block_size.saturating_sub(1).max(1);
+                hidden.truncate(shape.depths(block_size) * row);
                 let k = shape.candidates_per_depth(self.engine.vocab_size);
                 let rows = self.engine.queue.head_topk(hidden, k).await?;
                 cost.head += started.elapsed();
@@ -242,11 +241,7 @@ impl Sequence<'_> {
         };
         self.statistics.add_draft(cost);
         // The drafter is a peer, not a part of this process: a tree beyond what was reserved is cut.
-        let most_nodes = match shape {
-            DraftShape::Chain => self.engine.block_size().saturating_sub(1),
-            DraftShape::Tree { budget } => budget,
-        };
-        tree.truncate(most_nodes);
+        tree.truncate(self.engine.most_nodes(shape));
         tree.truncate_depth(room as u32);
         Ok(tree)
     }

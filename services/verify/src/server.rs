@@ -1,6 +1,7 @@
 use std::net::SocketAddr;
 
 use tokio::net::TcpListener;
+use tokio::sync::oneshot;
 use tonic::service::Routes;
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint, TextTokenizer};
 use treespec_engine::{Backend, CpuTarget, TargetOptions};
@@ -9,12 +10,13 @@ use treespec_rpc::health::Readiness;
 use treespec_rpc::proto::verify::v1 as pb;
 use treespec_rpc::proto::verify::v1::verify_service_server::SERVICE_NAME;
 use treespec_rpc::transport::{self, TransportError};
-use treespec_telemetry::{Announcer, Event, LoadReporter, stdin_closed};
+use treespec_telemetry::{Announcer, Event, LoadReporter, shutdown_with_parent};
 
 use crate::drafting::{DrafterIdentity, Links};
+use crate::engine::Engine;
 use crate::forward::ForwardQueue;
 use crate::kv_reservation::KvAdmission;
-use crate::service::{Engine, Verifier};
+use crate::service::Verifier;
 use crate::{Config, Error};
 
 /// A verifier that has its port. Its weights are loaded by [`Server::serve`].
@@ -65,28 +67,28 @@ impl Server {
         });
         let verifier = Verifier::default();
         let routes = Routes::new(transport::verify_server(verifier.clone()));
-        let loading = {
+        let engine = {
             let (config, readiness) = (self.config, readiness.clone());
             async move {
                 let progress = announcer.clone();
-                let engine = tokio::task::spawn_blocking(move || load(&config, progress))
+                let (engine, ended) = tokio::task::spawn_blocking(move || load(&config, progress))
                     .await
-                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?;
+                    .map_err(|_| Error::EngineStopped)??;
                 verifier.loaded(engine);
                 readiness.set_serving().await;
                 tracing::info!("verify is serving");
                 announcer.announce(&Event::Serving);
-                Ok::<(), Error>(())
+                // The sender is never used: an error is the end of the thread.
+                let _ = ended.await;
+                Err::<(), Error>(Error::EngineStopped)
             }
         };
         let serving = transport::serve(self.listener, routes, readiness, shutdown);
-        // A failed load ends the service; a finished one leaves it serving.
-        tokio::pin!(serving);
+        // A failed load and a lost engine end the service.
         tokio::select! {
-            served = &mut serving => return Ok(served?),
-            loaded = loading => loaded?,
+            served = serving => Ok(served?),
+            failed = engine => failed,
         }
-        Ok(serving.await?)
     }
 }
 
@@ -100,31 +102,18 @@ pub async fn run(
 ) -> Result<(), Error> {
     let announcer = Announcer::from_flag(config.announce);
     let exit_with_stdin = config.exit_with_stdin;
-    let shutdown = async move {
-        if exit_with_stdin {
-            tokio::select! {
-                () = shutdown => {}
-                () = stdin_closed() => tracing::info!("stdin is closed, shutting down"),
-            }
-        } else {
-            shutdown.await;
-        }
-    };
+    let shutdown = shutdown_with_parent(shutdown, exit_with_stdin);
     let served = async {
         let server = Server::bind(config).await?;
         tracing::info!(address = %server.local_addr(), "verify is listening");
         server.serve(shutdown).await
     }
     .await;
-    if let Err(error) = &served {
-        announcer.announce(&Event::Failed {
-            message: error.to_string(),
-        });
-    }
-    served
+    announcer.announce_failure(served)
 }
 
-fn load(config: &Config, announcer: Announcer) -> Result<Engine, Error> {
+/// Loads the target. The receiver resolves when the engine's thread ends, which it does only by a panic.
+fn load(config: &Config, announcer: Announcer) -> Result<(Engine, oneshot::Receiver<()>), Error> {
     let target = TargetCheckpoint::open(&config.target).map_err(Error::Target)?;
     let tokenizer = TextTokenizer::open(&config.target).map_err(Error::Target)?;
     let drafter = config
@@ -154,11 +143,14 @@ fn load(config: &Config, announcer: Announcer) -> Result<Engine, Error> {
         .map(|drafter| {
             Ok::<_, Error>(Links::new(DrafterIdentity {
                 verifier_instance: instance_id.clone(),
-                fingerprint: Fingerprint::of(drafter, &target, &tokenizer).map_err(Error::Drafter)?,
+                fingerprint: Fingerprint::of(drafter, &target, &tokenizer)
+                    .map_err(Error::Drafter)?,
             }))
         })
         .transpose()?;
-    Ok(Engine {
+    let (queue, ended) = ForwardQueue::start(Box::new(backend)).map_err(Error::Thread)?;
+    let engine = Engine {
+        queue,
         kv: KvAdmission::new(spec.num_blocks, config.max_waiting),
         links,
         vocab_size: spec.vocab_size,
@@ -181,6 +173,6 @@ fn load(config: &Config, announcer: Announcer) -> Result<Engine, Error> {
             block_size: drafter.as_ref().map_or(0, |d| d.config.block_size as u32),
             default_budget: config.default_budget as u32,
         },
-        queue: ForwardQueue::start(Box::new(backend)).map_err(Error::Thread)?,
-    })
+    };
+    Ok((engine, ended))
 }

@@ -9,47 +9,12 @@ use treespec_rpc::ServiceError;
 use treespec_rpc::proto::verify::v1 as pb;
 use treespec_rpc::proto::verify::v1::verify_service_server::VerifyService;
 
-use crate::config::TopkPlacement;
-use crate::drafting::Links;
-use crate::forward::ForwardQueue;
-use crate::kv_reservation::KvAdmission;
-use crate::request::{GenerationRequest, Limits};
+use crate::engine::Engine;
+use crate::request::GenerationRequest;
 use crate::sequence;
 
 /// Events of a sequence that may wait for a slow reader before the sequence waits too.
 const EVENT_BUFFER: usize = 64;
-
-/// A loaded target and everything that sequences share.
-pub(crate) struct Engine {
-    pub(crate) queue: ForwardQueue,
-    pub(crate) kv: Arc<KvAdmission>,
-    /// `None` when the service was started without a drafter's checkpoint.
-    pub(crate) links: Option<Arc<Links>>,
-    pub(crate) vocab_size: usize,
-    pub(crate) context_length: usize,
-    pub(crate) prefill_chunk: usize,
-    pub(crate) default_budget: usize,
-    pub(crate) topk_placement: TopkPlacement,
-    pub(crate) feature_window: usize,
-    pub(crate) info: pb::GetModelInfoResponse,
-}
-
-impl Engine {
-    /// Slots of a drafted block, 0 without a drafter.
-    pub(crate) fn block_size(&self) -> usize {
-        self.info.block_size as usize
-    }
-
-    fn limits(&self) -> Limits<'_> {
-        Limits {
-            vocab_size: self.vocab_size,
-            context_length: self.context_length,
-            eos_token_ids: &self.info.eos_token_ids,
-            max_budget: self.info.max_budget as usize,
-            can_speculate: self.links.is_some(),
-        }
-    }
-}
 
 /// The service; answers UNAVAILABLE until the engine is loaded.
 #[derive(Clone, Default)]

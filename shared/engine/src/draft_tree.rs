@@ -17,6 +17,16 @@ pub enum DraftShape {
 }
 
 impl DraftShape {
+    /// How many slots of a block can matter: a tree is never deeper than its budget, so the top-k pass can leave the
+    /// others out.
+    pub fn depths(&self, block_size: usize) -> usize {
+        let drafted = block_size.saturating_sub(1);
+        match *self {
+            Self::Chain => drafted,
+            Self::Tree { budget } => drafted.min(budget),
+        }
+    }
+
     /// How many candidates a depth can need: siblings of one parent never exceed the budget
     /// (`topk = min(budget, V)` in the reference builder).
     pub fn candidates_per_depth(&self, vocab_size: usize) -> usize {
@@ -44,4 +54,37 @@ fn candidates(row: &HeadRow) -> Vec<Candidate> {
             log_prob: scored.score - row.log_normaliser,
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use treespec_sampling::ScoredToken;
+
+    #[test]
+    fn leaving_out_slots_and_candidates_beyond_the_budget_does_not_change_the_tree() {
+        let row = |slot: u32| HeadRow {
+            log_normaliser: 1.0,
+            top: (0..40)
+                .map(|rank| ScoredToken {
+                    token: slot * 100 + rank,
+                    // Flat and nearly equal: trees as wide and as deep as they get.
+                    score: -0.001 * (rank * (slot % 3 + 1)) as f32,
+                })
+                .collect(),
+            gathered: None,
+        };
+        let rows: Vec<HeadRow> = (0..15).map(row).collect();
+        for budget in 1..=20 {
+            let shape = DraftShape::Tree { budget };
+            let needed: Vec<HeadRow> = rows[..shape.depths(16)]
+                .iter()
+                .map(|row| HeadRow {
+                    top: row.top[..shape.candidates_per_depth(40)].to_vec(),
+                    ..row.clone()
+                })
+                .collect();
+            assert_eq!(build_draft(7, &needed, shape), build_draft(7, &rows, shape));
+        }
+    }
 }

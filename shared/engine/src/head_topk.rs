@@ -59,7 +59,9 @@ impl TopK {
 
     #[inline]
     pub(crate) fn push(&mut self, token: u32, logit: f32) {
-        if self.k == 0 || !(logit > self.threshold) {
+        // False for NaN, which therefore never gets in.
+        let better = logit > self.threshold;
+        if self.k == 0 || !better {
             return;
         }
         let entry = ScoredToken {

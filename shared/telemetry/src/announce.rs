@@ -115,6 +115,16 @@ impl Announcer {
             tracing::debug!(%error, ?event, "the parent does not read start-up events");
         }
     }
+
+    /// Announces the failure of a service that ends, and passes its outcome on.
+    pub fn announce_failure<E: fmt::Display>(&self, outcome: Result<(), E>) -> Result<(), E> {
+        if let Err(error) = &outcome {
+            self.announce(&Event::Failed {
+                message: error.to_string(),
+            });
+        }
+        outcome
+    }
 }
 
 fn write_line(output: &mut dyn Write, event: &Event) -> io::Result<()> {

@@ -8,4 +8,4 @@ mod parent;
 pub use announce::{Announcer, Event, EventError};
 pub use load_progress::LoadReporter;
 pub use logging::{LogError, LogFormat, init};
-pub use parent::stdin_closed;
+pub use parent::shutdown_with_parent;

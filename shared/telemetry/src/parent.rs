@@ -4,12 +4,23 @@ use std::io::{self, Read};
 
 use tokio::sync::oneshot;
 
+/// Resolves with `shutdown`, or when stdin is closed and the service was started with `--exit-with-stdin`.
+pub async fn shutdown_with_parent(shutdown: impl Future<Output = ()>, exit_with_stdin: bool) {
+    if !exit_with_stdin {
+        return shutdown.await;
+    }
+    tokio::select! {
+        () = shutdown => {}
+        () = stdin_closed() => tracing::info!("stdin is closed, shutting down"),
+    }
+}
+
 /// Resolves when stdin is closed, which a service started with `--exit-with-stdin` takes as the end of its parent.
 /// What arrives before is discarded.
 ///
 /// stdin is read by a thread of its own: a read inside the runtime could not be cancelled and would keep the process
 /// from ending for other reasons.
-pub async fn stdin_closed() {
+async fn stdin_closed() {
     let (sender, closed) = oneshot::channel();
     let spawned = std::thread::Builder::new()
         .name("stdin".to_owned())

@@ -132,13 +132,19 @@ impl Drafting {
         let Some(link) = link else { return };
         self.sessions_opened += 1;
         let opened = async {
-            let mut session = Session::open(link, self.links.next_sequence_id()).await?;
+            let mut session = Session::open(link.clone(), self.links.next_sequence_id()).await?;
             session.prime(&self.history).await?;
             Ok(session)
         };
         match opened.await {
             Ok(session) => self.session = Some(session),
-            Err(error) => self.lose_session(&error),
+            Err(error) => {
+                // A drafter that is there but does not answer would cost the same wait again.
+                if link.is_alive() && matches!(error, ServiceError::Unavailable { .. }) {
+                    self.sessions_opened = MAX_SESSIONS;
+                }
+                self.lose_session(&error);
+            }
         }
     }
 

@@ -231,7 +231,7 @@ mod tests {
         let hidden: Vec<f32> = (0..70 * depth).map(|i| (i as f32 * 0.37).sin()).collect();
         let request = |row: usize| HeadRequest {
             top_k: 1 + row % 9,
-            normaliser: row % 3 != 0,
+            normaliser: !row.is_multiple_of(3),
             gather: Some((row * 40) as u32),
         };
         let requests: Vec<_> = (0..70).map(request).collect();
