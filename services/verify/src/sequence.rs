@@ -44,10 +44,12 @@ pub(crate) async fn decode(
         )),
         _ => None,
     };
+    let replayed = request.tokens.len() - request.prompt_length;
     let sequence = Sequence {
         engine,
         head: head_request(request.output.top_logprobs),
-        generated: request.tokens.len() - request.prompt_length,
+        replayed,
+        generated: replayed,
         request,
         place: Place { kv, committed: 0 },
         shape,
@@ -105,6 +107,8 @@ struct Sequence<'a> {
     head: HeadRequest,
     shape: Option<DraftShape>,
     drafting: Option<Drafting>,
+    /// New tokens that the request came with, from before a replay.
+    replayed: usize,
     /// New tokens so far, those of a replay included.
     generated: usize,
     statistics: Statistics,
@@ -300,6 +304,7 @@ impl Sequence<'_> {
 
     async fn finish(self, reason: pb::FinishReason) -> Result<(), Stop> {
         let completion_tokens = self.generated as u32;
+        let decoded_here = (self.generated - self.replayed) as u32;
         let stale_drafts = self.drafting.as_ref().map_or(0, Drafting::stale_drafts);
         self.send(Event::Finished(pb::GenerateFinished {
             finish_reason: reason.into(),
@@ -308,7 +313,7 @@ impl Sequence<'_> {
                 completion_tokens,
                 cached_tokens: 0,
             }),
-            stats: Some(self.statistics.report(completion_tokens, stale_drafts)),
+            stats: Some(self.statistics.report(decoded_here, stale_drafts)),
         }))
         .await
     }

@@ -71,13 +71,14 @@ impl Statistics {
         self.accept += verified.timings.accept;
     }
 
-    pub(crate) fn report(&self, completion_tokens: u32, stale_drafts: u32) -> pb::SpeculationStats {
+    /// The statistics of `tokens` decoded tokens; a replay's tokens from before are not among them.
+    pub(crate) fn report(&self, tokens: u32, stale_drafts: u32) -> pb::SpeculationStats {
         let since = |from: Instant, to: Option<Instant>| {
             to.map_or(0.0, |to| to.duration_since(from).as_secs_f64())
         };
         let tokens_per_step = match self.steps {
             0 => 0.0,
-            steps => f64::from(completion_tokens.saturating_sub(1)) / f64::from(steps),
+            steps => f64::from(tokens.saturating_sub(1)) / f64::from(steps),
         };
         pb::SpeculationStats {
             steps: self.steps,

@@ -199,7 +199,12 @@ impl Session {
             timings.head_seconds,
             timings.tree_seconds,
         ]
-        .map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or_default());
+        // No part can have taken longer than the whole, whatever the peer says.
+        .map(|seconds| {
+            Duration::try_from_secs_f64(seconds)
+                .unwrap_or_default()
+                .min(round_trip)
+        });
         Ok(Draft {
             body,
             cost: DraftCost {
