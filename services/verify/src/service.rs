@@ -1,7 +1,9 @@
 //! The gRPC surface: thin handlers over [`Engine`].
 
+use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, OnceLock};
 
+use futures_util::FutureExt;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
@@ -52,7 +54,10 @@ impl VerifyService for Verifier {
                 return;
             };
             let decoded = tokio::select! {
-                decoded = sequence::decode(engine, request, &events) => decoded,
+                decoded = AssertUnwindSafe(sequence::decode(engine, request, &events)).catch_unwind() => {
+                    // The panic hook has logged it; the client must not take the end of the stream for an answer.
+                    decoded.unwrap_or_else(|_| Err(ServiceError::internal("decoding panicked; see the log of verify")))
+                }
                 // The client is gone: stop at once, whatever the sequence waits for.
                 () = events.closed() => return,
             };

@@ -42,6 +42,14 @@ struct Backoff {
     retry_at: Option<Instant>,
 }
 
+impl Backoff {
+    fn add_failure(&mut self) {
+        let wait = MIN_BACKOFF * 2u32.saturating_pow(self.failures.min(16));
+        self.failures += 1;
+        self.retry_at = Some(Instant::now() + wait.min(MAX_BACKOFF));
+    }
+}
+
 impl Links {
     pub(crate) fn new(identity: DrafterIdentity) -> Arc<Self> {
         Arc::new(Self {
@@ -82,18 +90,34 @@ impl Links {
         match Link::connect(endpoint, &self.identity).await {
             Ok(link) => {
                 tracing::info!(endpoint, "linked to a drafter");
-                *backoff = Backoff::default();
                 let link = Arc::new(link);
                 *lock(&slot.current) = Some(Arc::clone(&link));
                 Some(link)
             }
             Err(error) => {
                 tracing::warn!(endpoint, %error, "cannot link to the drafter");
-                let wait = MIN_BACKOFF * 2u32.saturating_pow(backoff.failures.min(16));
-                backoff.failures += 1;
-                backoff.retry_at = Some(Instant::now() + wait.min(MAX_BACKOFF));
+                backoff.add_failure();
                 None
             }
+        }
+    }
+
+    /// A sequence was opened at `endpoint`: its failures are forgotten. A handshake alone does not prove that much.
+    pub(super) async fn trust(&self, endpoint: &str) {
+        *self.slot(endpoint).connecting.lock().await = Backoff::default();
+    }
+
+    /// `link` shook hands but opens no sequence: nobody uses it until the backoff is over.
+    pub(super) async fn distrust(&self, endpoint: &str, link: &Arc<Link>) {
+        let slot = self.slot(endpoint);
+        let mut backoff = slot.connecting.lock().await;
+        let mut current = lock(&slot.current);
+        if current
+            .as_ref()
+            .is_some_and(|known| Arc::ptr_eq(known, link))
+        {
+            *current = None;
+            backoff.add_failure();
         }
     }
 

@@ -71,6 +71,8 @@ pub(crate) struct Drafting {
     endpoint: String,
     history: FeatureHistory,
     session: Option<Session>,
+    /// Whether a step has waited for the link already: only the first is worth it.
+    waited_for_link: bool,
     sessions_opened: u32,
     stale_drafts: u32,
 }
@@ -84,6 +86,7 @@ impl Drafting {
             links,
             endpoint,
             session: None,
+            waited_for_link: false,
             sessions_opened: 0,
             stale_drafts: 0,
         }
@@ -122,12 +125,12 @@ impl Drafting {
         if self.sessions_opened >= MAX_SESSIONS {
             return;
         }
-        // Only the first session is worth waiting for: later ones come when the link is back.
-        let link = if self.sessions_opened == 0 {
-            self.links.connect(&self.endpoint).await
-        } else {
+        let link = if self.waited_for_link {
             self.links.connect_in_background(&self.endpoint);
             self.links.connected(&self.endpoint)
+        } else {
+            self.waited_for_link = true;
+            self.links.connect(&self.endpoint).await
         };
         let Some(link) = link else { return };
         self.sessions_opened += 1;
@@ -137,11 +140,15 @@ impl Drafting {
             Ok(session)
         };
         match opened.await {
-            Ok(session) => self.session = Some(session),
+            Ok(session) => {
+                self.links.trust(&self.endpoint).await;
+                self.session = Some(session);
+            }
             Err(error) => {
-                // A drafter that is there but does not answer would cost the same wait again.
+                // A drafter that is there but does not answer would cost the same wait again, here and elsewhere.
                 if link.is_alive() && matches!(error, ServiceError::Unavailable { .. }) {
                     self.sessions_opened = MAX_SESSIONS;
+                    self.links.distrust(&self.endpoint, &link).await;
                 }
                 self.lose_session(&error);
             }
