@@ -76,12 +76,12 @@ pub struct Config {
     #[arg(long, env = "TREESPEC_VERIFY_MAX_BUDGET", value_name = "N", default_value_t = MAX_BUDGET)]
     pub max_budget: usize,
 
-    /// Tree budget of requests that name none.
+    /// Tree budget of requests that name none. The default is the best one measured on a CPU (docs/benchmarks.md).
     #[arg(
         long,
         env = "TREESPEC_VERIFY_DEFAULT_BUDGET",
         value_name = "N",
-        default_value_t = 8
+        default_value_t = 5
     )]
     pub default_budget: usize,
 
