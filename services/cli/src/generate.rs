@@ -1,6 +1,6 @@
 //! `treespec generate`: one answer, streamed to stdout, its statistics on stderr; or one JSON object.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use treespec_rpc::proto::{coordinator::v1::GenerateRequest, verify::v1 as proto};
 
@@ -10,7 +10,7 @@ use crate::{
     connection::ConnectionArgs,
     mode::Mode,
     prompt::PromptArgs,
-    stdout, summary,
+    stderr, stdout, summary,
 };
 
 /// Flags of `treespec generate`.
@@ -69,6 +69,9 @@ impl GenerationArgs {
         prompt: &PromptArgs,
         output: proto::OutputOptions,
     ) -> Result<GenerateRequest> {
+        if let (Mode::Tree(Some(own)), Some(budget)) = (self.mode, self.budget) {
+            bail!("--mode tree:{own} and --budget {budget} both name a budget: give one of them");
+        }
         Ok(GenerateRequest {
             request_id: self.request_id.clone(),
             prompt: Some(prompt.to_prompt()?),
@@ -106,10 +109,8 @@ pub(crate) async fn run(args: GenerateArgs) -> Result<()> {
     if args.json {
         stdout::print_json(&answer.to_json(args.logprobs.is_some(), args.prompt_logprobs))
     } else {
-        eprint!(
-            "\n{}",
-            summary::render(&answer, &mode_name(&args.generation))
-        );
+        let summary = summary::render(&answer, &mode_name(&args.generation));
+        stderr::print(&format!("\n{summary}"));
         Ok(())
     }
 }

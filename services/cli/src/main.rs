@@ -17,6 +17,7 @@ mod models;
 mod prompt;
 mod serve;
 mod signals;
+mod stderr;
 mod stdout;
 mod summary;
 mod token_text;
@@ -43,21 +44,26 @@ fn main() -> ExitCode {
         Ok(code) => code,
         Err(error) if error.is::<Interrupted>() => {
             // The shell's prompt should not follow half an answer.
-            eprintln!();
+            stderr::print_line("");
             ExitCode::from(EXIT_INTERRUPTED)
         }
         Err(error) if error.is::<stdout::Closed>() => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("error: {}", one_line(&error));
+            stderr::print_line(&format!("error: {}", one_line(&error)));
             ExitCode::FAILURE
         }
     }
 }
 
 fn run(command: Command) -> Result<ExitCode> {
-    if !command.is_service() {
-        treespec_telemetry::init(LogFormat::Pretty, LevelFilter::WARN)?;
-    }
+    let _logs = if command.is_service() {
+        None
+    } else {
+        Some(treespec_telemetry::init(
+            LogFormat::Pretty,
+            LevelFilter::WARN,
+        )?)
+    };
     let runtime = tokio::runtime::Runtime::new().context("cannot start the async runtime")?;
     let outcome = runtime.block_on(async {
         match command {

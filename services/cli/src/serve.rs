@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result};
 use clap::Args;
 use tracing::level_filters::LevelFilter;
-use treespec_telemetry::LogFormat;
+use treespec_telemetry::{LogFormat, LogGuard};
 
 use crate::signals;
 
@@ -20,10 +20,10 @@ pub(crate) struct ServiceArgs<Config: Args> {
 impl<Config: Args> ServiceArgs<Config> {
     /// Starts logging and hands out what the service needs: its settings and what ends it (Ctrl-C or SIGTERM; with
     /// `--exit-with-stdin` the service itself also ends with its stdin).
-    fn prepare(self) -> Result<(Config, impl Future<Output = ()> + Send + 'static)> {
-        treespec_telemetry::init(self.log_format, LevelFilter::INFO)?;
+    fn prepare(self) -> Result<(Config, impl Future<Output = ()> + Send + 'static, LogGuard)> {
+        let logs = treespec_telemetry::init(self.log_format, LevelFilter::INFO)?;
         let shutdown = signals::shutdown().context("cannot listen for signals")?;
-        Ok((self.config, shutdown))
+        Ok((self.config, shutdown, logs))
     }
 }
 
@@ -32,7 +32,7 @@ impl<Config: Args> ServiceArgs<Config> {
 /// # Errors
 /// A bad configuration, a port in use, or a failure to load.
 pub(crate) async fn coordinator(args: ServiceArgs<treespec_coordinator::Config>) -> Result<()> {
-    let (config, shutdown) = args.prepare()?;
+    let (config, shutdown, _logs) = args.prepare()?;
     Ok(treespec_coordinator::run(config, shutdown).await?)
 }
 
@@ -41,7 +41,7 @@ pub(crate) async fn coordinator(args: ServiceArgs<treespec_coordinator::Config>)
 /// # Errors
 /// See [`coordinator`].
 pub(crate) async fn draft(args: ServiceArgs<treespec_draft::Config>) -> Result<()> {
-    let (config, shutdown) = args.prepare()?;
+    let (config, shutdown, _logs) = args.prepare()?;
     Ok(treespec_draft::run(config, shutdown).await?)
 }
 
@@ -50,6 +50,6 @@ pub(crate) async fn draft(args: ServiceArgs<treespec_draft::Config>) -> Result<(
 /// # Errors
 /// See [`coordinator`].
 pub(crate) async fn verify(args: ServiceArgs<treespec_verify::Config>) -> Result<()> {
-    let (config, shutdown) = args.prepare()?;
+    let (config, shutdown, _logs) = args.prepare()?;
     Ok(treespec_verify::run(config, shutdown).await?)
 }

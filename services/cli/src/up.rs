@@ -5,7 +5,7 @@ use anyhow::{Context as _, Result};
 use crate::{
     cluster::{Cluster, ClusterArgs, Role},
     connection::Interrupted,
-    signals, stdout,
+    signals, stderr, stdout,
 };
 
 /// Flags of `treespec up`.
@@ -41,7 +41,7 @@ pub(crate) async fn run(args: UpArgs) -> Result<()> {
         error = cluster.failure() => Err(error),
         () = &mut interrupt => Ok(()),
     };
-    eprintln!("stopping");
+    stderr::print_line("stopping");
     cluster.stop().await;
     outcome
 }

@@ -46,6 +46,8 @@ pub(crate) fn service_error(error: &EngineError) -> ServiceError {
         }
         EngineError::Checkpoint(_)
         | EngineError::InvalidBatch(_)
+        | EngineError::TooManyThreads { .. }
+        | EngineError::Thread(_)
         | EngineError::UnknownContext(_)
         | EngineError::NonFiniteLogits { .. } => ServiceError::internal(text),
     }

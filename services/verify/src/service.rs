@@ -7,9 +7,9 @@ use futures_util::FutureExt;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
-use treespec_rpc::ServiceError;
 use treespec_rpc::proto::verify::v1 as pb;
 use treespec_rpc::proto::verify::v1::verify_service_server::VerifyService;
+use treespec_rpc::{ServiceError, transport};
 
 use crate::engine::Engine;
 use crate::request::GenerationRequest;
@@ -47,6 +47,9 @@ impl VerifyService for Verifier {
     ) -> Result<Response<Self::GenerateStream>, Status> {
         let request =
             GenerationRequest::from_proto(request.into_inner(), &self.engine()?.limits())?;
+        if let Some(endpoint) = &request.drafter {
+            check_endpoint(endpoint)?;
+        }
         let (events, stream) = mpsc::channel(EVENT_BUFFER);
         let verifier = self.clone();
         tokio::spawn(async move {
@@ -74,4 +77,17 @@ impl VerifyService for Verifier {
     ) -> Result<Response<pb::GetModelInfoResponse>, Status> {
         Ok(Response::new(self.engine()?.info.clone()))
     }
+}
+
+/// A lease that names no address is a mistake of the coordinator, not a drafter that is away.
+fn check_endpoint(endpoint: &str) -> Result<(), ServiceError> {
+    const FIELD: &str = "drafter.endpoint";
+    const LONGEST: usize = 512;
+    if endpoint.len() > LONGEST {
+        let problem = format!("{} bytes, more than {LONGEST}", endpoint.len());
+        return Err(ServiceError::invalid(FIELD, problem));
+    }
+    transport::channel(endpoint)
+        .map(drop)
+        .map_err(|error| ServiceError::invalid(FIELD, error.to_string()))
 }

@@ -25,6 +25,17 @@ pub enum EngineError {
     /// The caller's batch contradicts itself.
     #[error("invalid batch: {0}")]
     InvalidBatch(String),
+    /// More threads than any machine has cores for.
+    #[error("--threads {threads} is above the limit of {limit}")]
+    TooManyThreads {
+        /// Threads asked for.
+        threads: usize,
+        /// The most that are taken.
+        limit: usize,
+    },
+    /// The operating system refuses a thread.
+    #[error("cannot start a thread of the forward: {0}")]
+    Thread(String),
     /// No free KV blocks.
     #[error("the KV cache has {free} free blocks of {wanted} wanted")]
     OutOfBlocks {

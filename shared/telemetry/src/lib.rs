@@ -7,5 +7,5 @@ mod parent;
 
 pub use announce::{Announcer, Event, EventError};
 pub use load_progress::LoadReporter;
-pub use logging::{LogError, LogFormat, init};
+pub use logging::{LogError, LogFormat, LogGuard, init};
 pub use parent::shutdown_with_parent;

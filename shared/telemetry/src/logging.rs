@@ -3,6 +3,7 @@
 use std::{env, fmt, str::FromStr};
 
 use tracing::level_filters::LevelFilter;
+use tracing_appender::non_blocking::WorkerGuard;
 use tracing_subscriber::{EnvFilter, fmt::time::SystemTime, util::SubscriberInitExt};
 
 /// Filter variables; the first that is set counts.
@@ -60,16 +61,25 @@ impl fmt::Display for LogFormat {
     }
 }
 
-/// Sends the process's logs to stderr: `TREESPEC_LOG`, else `RUST_LOG`, else everything from `default_level` up.
+/// Writes out what is still buffered when it is dropped: hold it until the process ends.
+#[must_use = "log lines that are still buffered are lost when this is dropped early"]
+#[derive(Debug)]
+pub struct LogGuard {
+    _worker: WorkerGuard,
+}
+
+/// Sends the process's logs to stderr, from a thread of its own: a terminal that is paused or a pipe that nobody reads
+/// costs log lines, never a request. What is logged: `TREESPEC_LOG`, else `RUST_LOG`, else everything from `default_level` up.
 ///
 /// # Errors
 /// [`LogError`] for a filter that cannot be read, or a second call.
-pub fn init(format: LogFormat, default_level: LevelFilter) -> Result<(), LogError> {
+pub fn init(format: LogFormat, default_level: LevelFilter) -> Result<LogGuard, LogError> {
     let filter = filter(|name| env::var(name).ok(), default_level)?;
+    let (writer, guard) = tracing_appender::non_blocking(std::io::stderr());
     let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_timer(SystemTime)
-        .with_writer(std::io::stderr);
+        .with_writer(writer);
     match format {
         LogFormat::Pretty => {
             use std::io::IsTerminal;
@@ -80,7 +90,8 @@ pub fn init(format: LogFormat, default_level: LevelFilter) -> Result<(), LogErro
         }
         LogFormat::Json => subscriber.json().flatten_event(true).finish().try_init(),
     }
-    .map_err(|_| LogError::AlreadyInitialized)
+    .map_err(|_| LogError::AlreadyInitialized)?;
+    Ok(LogGuard { _worker: guard })
 }
 
 fn filter(

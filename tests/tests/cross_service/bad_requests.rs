@@ -183,6 +183,28 @@ async fn verify_names_the_field_and_goes_on() {
 }
 
 #[tokio::test]
+async fn a_lease_that_names_no_address_is_refused() {
+    let cluster = cluster(LLAMA, FIT).start().await;
+    let (good, expected) = good();
+    let long = "x".repeat(100_000);
+    for endpoint in ["", "garbage", "ftp://draft:7071", "http://draft", &long] {
+        let bad = verify::GenerateRequest {
+            drafter: Some(verify::DrafterLease {
+                endpoint: endpoint.to_owned(),
+            }),
+            ..good.clone()
+        };
+        let status = verified(&cluster, bad).await.unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument, "{status:?}");
+        let message = status.message();
+        assert!(message.contains("drafter.endpoint"), "{message}");
+        assert!(message.len() < 1_000, "{} bytes", message.len());
+    }
+    let tokens = verified(&cluster, good).await.unwrap();
+    assert_eq!(tokens, expected.greedy[..8]);
+}
+
+#[tokio::test]
 async fn a_request_id_is_taken_while_its_request_runs() {
     let cluster = cluster(LLAMA, FIT).start().await;
     let client = cluster.client();

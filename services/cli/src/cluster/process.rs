@@ -19,6 +19,7 @@ use tokio::{
 use treespec_telemetry::Event;
 
 use super::role::Role;
+use crate::stderr::print_line;
 
 /// Log lines kept for the message of a service that ends without saying why.
 const KEPT_LINES: usize = 20;
@@ -179,7 +180,7 @@ async fn forward_log(
         // The reason of a service's end is not a log line: it comes back as this process's own error.
         if !line.starts_with(ERROR_PREFIX) {
             // `suspend` also prints while no bar is drawn.
-            bars.suspend(|| eprintln!("{role:>11} | {line}"));
+            bars.suspend(|| print_line(&format!("{role:>11} | {line}")));
         }
         let mut kept = tail.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.len() == KEPT_LINES {

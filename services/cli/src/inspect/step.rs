@@ -10,7 +10,7 @@ use treespec_tree::TokenTree;
 use super::outline;
 use crate::{
     answer::Answer, client::Client, connection::ConnectionArgs, generate::GenerationArgs,
-    prompt::PromptArgs, stdout,
+    prompt::PromptArgs, stderr, stdout,
 };
 
 /// Flags of `treespec inspect step`.
@@ -66,10 +66,8 @@ pub(crate) async fn run(args: StepArgs) -> Result<()> {
             .try_for_each(|tree| stdout::print_json(&StepJson::from(tree)));
     }
     if answer.trees.is_empty() {
-        eprintln!(
-            "no trees: nothing was drafted in mode {}",
-            args.generation.mode
-        );
+        let mode = args.generation.mode;
+        stderr::print_line(&format!("no trees: nothing was drafted in mode {mode}"));
     }
     let mut position = answer.usage.prompt_tokens;
     for (index, step) in answer.trees.iter().enumerate() {

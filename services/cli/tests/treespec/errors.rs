@@ -29,6 +29,57 @@ fn an_endpoint_where_nobody_listens_is_unavailable() {
 }
 
 #[test]
+fn a_stderr_that_takes_nothing_is_no_reason_to_panic() {
+    let full = std::fs::OpenOptions::new()
+        .write(true)
+        .open("/dev/full")
+        .unwrap();
+    let status = std::process::Command::new(env!("CARGO_BIN_EXE_treespec"))
+        .args([
+            "generate",
+            "--prompt",
+            "a",
+            "--endpoint",
+            "http://127.0.0.1:9",
+        ])
+        .env("TREESPEC_LOG", "trace")
+        .stdin(std::process::Stdio::null())
+        .stdout(std::process::Stdio::null())
+        .stderr(full)
+        .status()
+        .unwrap();
+    assert_eq!(status.code(), Some(1));
+}
+
+#[test]
+fn settings_that_cannot_work_are_one_line() {
+    let target = fixture_argument("cases/01_llama_gqa_tied/model");
+    let run = treespec(&[
+        "generate",
+        "--tokens=5",
+        "--threads=100000",
+        "--no-drafter",
+        "--target",
+        &target,
+    ]);
+    let error = run.error();
+    assert!(
+        error.contains("--threads 100000") && error.contains("256"),
+        "{error}"
+    );
+    let run = treespec(&[
+        "generate",
+        "--tokens=5",
+        "--mode=tree:8",
+        "--budget=9",
+        "--no-drafter",
+        "--target",
+        &target,
+    ]);
+    assert!(run.error().contains("--budget 9"), "{}", run.error());
+}
+
+#[test]
 fn a_broken_model_is_told_by_the_service_that_met_it() {
     let target = fixture_argument("malformed/01_missing_tensor/model");
     let run = treespec(&[

@@ -133,7 +133,7 @@ impl CpuDrafter {
                 context_window: window,
                 num_layers: config.num_layers,
             },
-            exec: Executor::new(options.threads, options.isa),
+            exec: Executor::new(options.threads, options.isa)?,
             vocabulary,
             layers,
             attention: config.attention.clone(),

@@ -10,6 +10,11 @@ pub use drafter::{CpuDrafter, DrafterOptions};
 pub use kernels::Isa;
 pub use target::{CpuTarget, TargetOptions};
 
+use crate::EngineError;
+
+/// Most threads of a forward.
+const MAX_THREADS: usize = 256;
+
 /// Raised when a change of the kernels changes the bits of a result.
 const KERNEL_BUILD: u32 = 1;
 
@@ -21,15 +26,24 @@ struct Executor {
 
 impl Executor {
     /// `threads` = 0 takes one per core that the process may use.
-    fn new(threads: usize, isa: Option<Isa>) -> Self {
+    fn new(threads: usize, isa: Option<Isa>) -> Result<Self, EngineError> {
         let threads = match threads {
-            0 => std::thread::available_parallelism().map_or(1, usize::from),
-            n => n,
+            0 => std::thread::available_parallelism()
+                .map_or(1, usize::from)
+                .min(MAX_THREADS),
+            threads if threads > MAX_THREADS => {
+                return Err(EngineError::TooManyThreads {
+                    threads,
+                    limit: MAX_THREADS,
+                });
+            }
+            threads => threads,
         };
-        Self {
-            pool: kernels::ThreadPool::new(threads),
+        Ok(Self {
+            pool: kernels::ThreadPool::new(threads)
+                .map_err(|error| EngineError::Thread(error.to_string()))?,
             isa: isa.unwrap_or_else(Isa::detect),
-        }
+        })
     }
 
     fn linear(

@@ -65,7 +65,7 @@ impl CpuTarget {
             });
         };
         report(0);
-        let exec = Executor::new(options.threads, options.isa);
+        let exec = Executor::new(options.threads, options.isa)?;
         let shape = layer_shape(config);
         let vocabulary = VocabularyWeights::load(target, true)?;
         report(1);

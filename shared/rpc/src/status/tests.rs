@@ -130,7 +130,7 @@ fn foreign_statuses_keep_their_code_where_there_is_a_kind() {
         (Code::InvalidArgument, Code::InvalidArgument),
         (Code::OutOfRange, Code::InvalidArgument),
         (Code::NotFound, Code::NotFound),
-        (Code::AlreadyExists, Code::Aborted),
+        (Code::AlreadyExists, Code::AlreadyExists),
         (Code::Unavailable, Code::Unavailable),
         (Code::Unauthenticated, Code::Internal),
         (Code::Unknown, Code::Internal),

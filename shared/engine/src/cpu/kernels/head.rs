@@ -236,10 +236,16 @@ mod tests {
         };
         let requests: Vec<_> = (0..70).map(request).collect();
         let isa = Isa::detect();
-        let all = select(&mut ThreadPool::new(3), isa, &hidden, &requests, &head);
+        let all = select(
+            &mut ThreadPool::new(3).unwrap(),
+            isa,
+            &hidden,
+            &requests,
+            &head,
+        );
         for row in [0, 1, 63, 64, 69] {
             let alone = select(
-                &mut ThreadPool::new(1),
+                &mut ThreadPool::new(1).unwrap(),
                 isa,
                 &hidden[row * depth..(row + 1) * depth],
                 &requests[row..=row],
@@ -273,7 +279,13 @@ mod tests {
             gather: Some(1_499),
         };
         for isa in [Isa::Portable, Isa::detect()] {
-            let rows = select(&mut ThreadPool::new(2), isa, &hidden, &[request], &head);
+            let rows = select(
+                &mut ThreadPool::new(2).unwrap(),
+                isa,
+                &hidden,
+                &[request],
+                &head,
+            );
             assert!((f64::from(rows[0].log_normaliser) - expected).abs() < 1e-4);
             assert!((f64::from(rows[0].gathered.unwrap()) - dense[1_499]).abs() < 1e-4);
             let best = dense.iter().copied().fold(f64::MIN, f64::max);

@@ -38,7 +38,10 @@ pub(crate) struct ThreadPool {
 
 impl ThreadPool {
     /// A pool of `threads` including the caller's.
-    pub(crate) fn new(threads: usize) -> Self {
+    ///
+    /// # Errors
+    /// When the operating system refuses a thread.
+    pub(crate) fn new(threads: usize) -> std::io::Result<Self> {
         let shared = Arc::new(Shared {
             epoch: AtomicUsize::new(0),
             section: UnsafeCell::new(None),
@@ -46,16 +49,19 @@ impl ThreadPool {
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
         });
-        let workers = (1..threads.max(1))
-            .map(|index| {
-                let shared = shared.clone();
-                thread::Builder::new()
-                    .name(format!("forward-{index}"))
-                    .spawn(move || work(&shared, index))
-                    .expect("the operating system can start a thread")
-            })
-            .collect();
-        Self { shared, workers }
+        // Workers are added to the pool one by one, so that its drop ends those there are when one is refused.
+        let mut pool = Self {
+            shared,
+            workers: Vec::new(),
+        };
+        for index in 1..threads.max(1) {
+            let shared = pool.shared.clone();
+            let worker = thread::Builder::new()
+                .name(format!("forward-{index}"))
+                .spawn(move || work(&shared, index))?;
+            pool.workers.push(worker);
+        }
+        Ok(pool)
     }
 
     /// Threads including the caller's.
@@ -173,7 +179,7 @@ mod tests {
 
     #[test]
     fn every_item_is_done_once() {
-        let mut pool = ThreadPool::new(3);
+        let mut pool = ThreadPool::new(3).unwrap();
         for round in 0..200 {
             let done = Mutex::new(vec![0; 97]);
             pool.for_ranges(97, 5, &|range| {
@@ -189,7 +195,7 @@ mod tests {
 
     #[test]
     fn a_panic_on_a_worker_reaches_the_caller() {
-        let mut pool = ThreadPool::new(2);
+        let mut pool = ThreadPool::new(2).unwrap();
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             pool.run(&|thread| assert_ne!(thread, 1, "boom"));
         }));

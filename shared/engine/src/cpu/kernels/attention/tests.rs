@@ -34,7 +34,7 @@ fn run(
 ) -> Vec<f32> {
     let mut out = vec![0.0; shape.heads * shape.head_dim];
     attend(
-        &mut ThreadPool::new(2),
+        &mut ThreadPool::new(2).unwrap(),
         isa,
         query,
         layer,

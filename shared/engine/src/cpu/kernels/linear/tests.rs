@@ -13,7 +13,7 @@ fn packed(weights: &[f32], depth: usize) -> PackedLinear {
 
 fn run(isa: Isa, threads: usize, x: &[f32], rows: usize, w: &PackedLinear) -> Vec<f32> {
     let mut out = vec![0.0; rows * w.columns()];
-    let mut pool = ThreadPool::new(threads);
+    let mut pool = ThreadPool::new(threads).unwrap();
     linear(&mut pool, isa, x, rows, w, &mut out, Epilogue::Store);
     out
 }
@@ -82,7 +82,7 @@ fn swiglu_and_residual_epilogues() {
     };
     for isa in available() {
         let mut out = vec![0.0; rows * half];
-        let mut pool = ThreadPool::new(2);
+        let mut pool = ThreadPool::new(2).unwrap();
         linear(
             &mut pool,
             isa,
