@@ -156,7 +156,7 @@ impl DecoderLayer {
     }
 
     /// Stores keys and values of rows that take no part otherwise: the drafter's context, which DFlash does not
-    /// pass through the layer's input norm (algorithms.md 1.3).
+    /// pass through the layer's input norm (z-lab/dflash, `dflash/model.py`).
     pub(super) fn store_context(
         &self,
         exec: &mut Executor,

@@ -1,4 +1,4 @@
-//! The DFlash v1 drafter on the CPU (z-lab/dflash, `dflash/model.py`; algorithms.md 1.3 and 1.4).
+//! The DFlash v1 drafter on the CPU (z-lab/dflash, `dflash/model.py` at 44947fb).
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -350,7 +350,7 @@ impl BlockRows {
         }
     }
 
-    /// Every slot sees the context and, unless the layer is causal, the whole block (algorithms.md 1.3).
+    /// Every slot sees the context and, unless the layer is causal, the whole block (z-lab/dflash).
     fn views<'a>(
         &'a self,
         contexts: &[&'a Context],

@@ -38,7 +38,7 @@ pub struct CpuTarget {
     scratch: Scratch,
 }
 
-/// The drafter's input side, run by the target: `hidden_norm(fc(concat taps))` (algorithms.md 1.3).
+/// The drafter's input side, run by the target: `hidden_norm(fc(concat taps))` (z-lab/dflash).
 struct FeatureProjection {
     taps: Vec<usize>,
     fc: PackedLinear,
