@@ -64,6 +64,14 @@ test-models:
 	@$(PYTHON) deploy/fetch_models \
 	|| $(call skip,tests with the default models: they could not be fetched (reason above))
 
+.PHONY: check-kernels
+check-kernels: ## compile every CUDA kernel for sm_90, sm_100 and sm_120 (needs the NVRTC library, no GPU)
+	@$(CARGO) test --quiet --package treespec-cuda --test kernels --locked -- --nocapture
+
+.PHONY: test-gpu
+test-gpu: ## kernels, targets and drafters on the first GPU; says why where there is none
+	@$(CARGO) test --release --package treespec-cuda --test gpu --locked -- --nocapture --test-threads 1
+
 .PHONY: test-docs
 test-docs: ## the examples in doc comments
 	@$(CARGO) test --workspace --doc --locked --quiet

@@ -1,13 +1,19 @@
 //! `treespec bench`: measurements that others can repeat, and the comparison with reference answers.
 
+mod engine;
 mod figures;
+mod gpu;
+mod kernels;
+mod mode_table;
 mod parity;
 mod prompts;
 mod reference;
 mod report;
+mod run_log;
 mod statistics;
 mod step;
 mod sweep;
+mod topk;
 
 use std::process::ExitCode;
 
@@ -26,8 +32,12 @@ use crate::{mode::Mode, prompt};
 pub(crate) enum BenchCommand {
     /// Tokens per second and time by stage for several modes, over a cluster
     Sweep(sweep::SweepArgs),
-    /// Milliseconds of one target forward by its number of rows, in this process
+    /// Tokens per second and time by stage for several modes, in this process without services
+    Engine(engine::EngineArgs),
+    /// Milliseconds of a target's step by its number of rows, in this process
     Step(step::StepArgs),
+    /// Microseconds from a drafter's hidden rows to a tree on a GPU, by the size of the vocabulary
+    Topk(topk::TopkArgs),
     /// Token ids and accepted counts against a reference file, over a cluster; exit status 1 on a difference
     Parity(parity::ParityArgs),
 }
@@ -39,7 +49,9 @@ pub(crate) enum BenchCommand {
 pub(crate) async fn run(command: BenchCommand) -> Result<ExitCode> {
     match command {
         BenchCommand::Sweep(args) => sweep::run(args).await.map(|()| ExitCode::SUCCESS),
+        BenchCommand::Engine(args) => engine::run(args).await.map(|()| ExitCode::SUCCESS),
         BenchCommand::Step(args) => step::run(&args).map(|()| ExitCode::SUCCESS),
+        BenchCommand::Topk(args) => topk::run(&args).map(|()| ExitCode::SUCCESS),
         BenchCommand::Parity(args) => {
             let equal = parity::run(args).await?;
             Ok(if equal {

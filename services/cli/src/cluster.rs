@@ -1,4 +1,5 @@
-//! A cluster of one drafter, one verifier and one coordinator as child processes on loopback.
+//! A cluster of one verifier, one coordinator and, unless the verifier hosts it, one drafter as child processes on
+//! loopback.
 //!
 //! Every service is this same executable. A child reports itself by JSON lines on its stdout ([`Event`]) and ends when
 //! its stdin closes, so that no service outlives this process, however it ends.
@@ -8,7 +9,7 @@ mod process;
 mod progress;
 mod role;
 
-use std::{collections::HashMap, time::Duration};
+use std::{collections::HashMap, net::Ipv4Addr, time::Duration};
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use tokio::sync::mpsc;
@@ -50,10 +51,8 @@ impl Cluster {
             reporter,
             display: LoadDisplay::new(),
         };
-        let models: &[Role] = match options.models.drafter {
-            Some(_) => &[Role::Draft, Role::Verify],
-            None => &[Role::Verify],
-        };
+        check_port(options.port)?;
+        let models = options.model_services();
         for &role in models {
             cluster.spawn(role, options)?;
         }
@@ -145,6 +144,14 @@ impl Cluster {
             }
         }
     }
+}
+
+/// Fails when nobody could listen on `port`: better now than after the models were loaded.
+fn check_port(port: u16) -> Result<()> {
+    // The coordinator binds it anew; whoever takes it meanwhile makes that fail.
+    std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, port))
+        .map(drop)
+        .with_context(|| format!("cannot listen on 127.0.0.1:{port}; choose another --port"))
 }
 
 impl Drop for Cluster {

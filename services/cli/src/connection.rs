@@ -23,7 +23,9 @@ pub(crate) struct ConnectionArgs {
         long,
         value_name = "URL",
         env = "TREESPEC_ENDPOINT",
-        conflicts_with_all = ["target", "drafter", "no_drafter", "threads", "topk_placement"]
+        conflicts_with_all = [
+            "target", "drafter", "no_drafter", "threads", "device", "topk_placement", "draft_placement", "draft_device",
+        ]
     )]
     pub endpoint: Option<String>,
     /// How to bring up an own cluster.

@@ -5,38 +5,55 @@ use std::{num::NonZeroUsize, ops::Range, path::Path};
 use anyhow::{Context as _, Result, ensure};
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
 use treespec_engine::{
-    Backend as _, BlockPool, BlockTable, CpuTarget, ForwardOutput, HeadRequest, HeadRow, RowBatch,
-    RowShape, SequenceRows, TargetOptions,
+    Backend, BlockPool, BlockTable, ForwardOutput, HeadRequest, HeadRow, RowBatch, RowShape,
+    SequenceRows, StepBatch, TargetOptions, TreeRows,
 };
 use treespec_tree::TokenTree;
+
+use crate::models::ModelArgs;
 
 /// Rows of one prefill forward.
 const PREFILL_CHUNK: usize = 128;
 
 /// A loaded target and the KV rows of one sequence.
 pub(crate) struct LocalTarget {
-    backend: CpuTarget,
+    backend: Box<dyn Backend>,
     table: BlockTable,
     committed: usize,
 }
 
 impl LocalTarget {
-    /// Loads `checkpoint` with room for `rows` KV rows. With a drafter it also computes that drafter's features.
+    /// Loads `checkpoint` with room for `rows` KV rows, on the device and with the threads of `args`. With a drafter it
+    /// also computes that drafter's features.
     ///
     /// # Errors
-    /// When the weights can't be read, or the drafter was made for another target.
+    /// When the weights can't be read, the drafter was made for another target, or there is no such device.
     pub(crate) fn load(
         checkpoint: &TargetCheckpoint,
         drafter: Option<&DrafterCheckpoint>,
-        threads: Option<NonZeroUsize>,
+        args: &ModelArgs,
         rows: usize,
     ) -> Result<Self> {
         let options = TargetOptions {
-            threads: threads.map_or(0, NonZeroUsize::get),
+            threads: args.threads.map_or(0, NonZeroUsize::get),
             kv_tokens: rows.max(1),
             ..Default::default()
         };
-        let backend = CpuTarget::load(checkpoint, drafter, &options, &mut |_| {})?;
+        let backend = treespec_verify::load_target(
+            args.device.unwrap_or_default(),
+            checkpoint,
+            drafter,
+            &options,
+            &mut |_| {},
+        )?;
+        Self::new(backend, rows)
+    }
+
+    /// `backend` with one sequence of at most `rows` KV rows.
+    ///
+    /// # Errors
+    /// When its cache is smaller.
+    pub(crate) fn new(backend: Box<dyn Backend>, rows: usize) -> Result<Self> {
         let mut table = BlockTable::default();
         BlockPool::new(backend.spec().num_blocks).grow(&mut table, rows)?;
         Ok(Self {
@@ -94,12 +111,37 @@ impl LocalTarget {
         Ok(output.head)
     }
 
-    /// One forward of `rows` rows after the kept ones, as a verification asks for it: an argmax of every row.
+    /// Verifies `tree` after the kept tokens as a step of a service does: with acceptance and compaction. Nothing of it
+    /// is kept.
     ///
     /// # Errors
     /// More rows than the cache or the context holds.
-    pub(crate) fn verify_rows(&mut self, tokens: &[u32], features: bool) -> Result<()> {
-        let head = vec![Some(HeadRequest::ARGMAX); tokens.len()];
+    pub(crate) fn verify_tree(&mut self, tree: &TokenTree, features: bool) -> Result<()> {
+        let rows = TreeRows {
+            table: &self.table,
+            committed: self.committed,
+            tree,
+            head: HeadRequest::ARGMAX,
+            sampling: None,
+            features,
+        };
+        self.backend.step(&StepBatch {
+            rows: Vec::new(),
+            trees: vec![rows],
+        })?;
+        Ok(())
+    }
+
+    /// One forward of `tokens` after the kept ones as rows of a prompt, the last of which chooses a token. They are not
+    /// kept.
+    ///
+    /// # Errors
+    /// More rows than the cache or the context holds.
+    pub(crate) fn run_prompt(&mut self, tokens: &[u32], features: bool) -> Result<()> {
+        let mut head = vec![None; tokens.len()];
+        if let Some(last) = head.last_mut() {
+            *last = Some(HeadRequest::ARGMAX);
+        }
         self.forward(tokens, RowShape::Chain, &head, features)?;
         Ok(())
     }

@@ -7,6 +7,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
+use treespec_engine::DeviceChoice;
 
 const TARGET_VARIABLE: &str = "TREESPEC_TARGET";
 const DRAFTER_VARIABLE: &str = "TREESPEC_DRAFTER";
@@ -31,6 +32,9 @@ pub(crate) struct ModelArgs {
     /// Compute threads [default: one per core]
     #[arg(long, value_name = "N")]
     pub threads: Option<NonZeroUsize>,
+    /// Where the models run: cpu, or cuda:N for the GPU number N [default: cpu]
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<DeviceChoice>,
 }
 
 /// Existing model files.

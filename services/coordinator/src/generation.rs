@@ -5,6 +5,7 @@ use tonic::{Request, Status, Streaming};
 use treespec_checkpoint::IncrementalDecoder;
 use treespec_rpc::{
     ServiceError,
+    convert::Speculation,
     proto::{
         coordinator::v1::{GenerateResponse, Started, generate_response::Event},
         verify::v1::{self as verify, FinishReason, generate_response::Event as VerifyEvent},
@@ -157,7 +158,7 @@ impl Generation {
             .await
             .map_err(Failure::Request)?;
         self.attempts += 1;
-        let mut request = Request::new(self.verify_request());
+        let mut request = Request::new(self.verify_request(lease.model()));
         if let Some(remaining) = self.job.deadline.remaining() {
             request.set_timeout(remaining);
         }
@@ -170,8 +171,8 @@ impl Generation {
         }
     }
 
-    /// The request with what was generated so far, so that a replay continues after it.
-    fn verify_request(&self) -> verify::GenerateRequest {
+    /// The request for a replica, with what was generated so far, so that a replay continues after it.
+    fn verify_request(&self, model: &verify::GetModelInfoResponse) -> verify::GenerateRequest {
         let mut request = self.job.request.clone();
         request.prompt_length = u32::try_from(request.token_ids.len()).ok();
         request
@@ -182,11 +183,14 @@ impl Generation {
         {
             output.prompt_logprobs = Some(false);
         }
-        request.drafter = self
-            .job
-            .drafters
-            .as_ref()
-            .and_then(|drafters| drafters.lease());
+        if !model.hosts_drafter {
+            let drafters = self.job.drafters.as_ref();
+            request.drafter = drafters.and_then(|drafters| drafters.lease());
+            if request.drafter.is_none() {
+                // The replica before this one may have hosted a drafter: the loss of it is no error of the request.
+                request.speculation = Some(Speculation::Ar.into());
+            }
+        }
         request
     }
 

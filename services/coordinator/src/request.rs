@@ -19,7 +19,7 @@ const MAX_REQUEST_ID_BYTES: usize = 128;
 pub(crate) struct Limits<'a> {
     /// The served model.
     pub(crate) model: &'a verify::GetModelInfoResponse,
-    /// A draft service is configured.
+    /// A draft service is configured. A model that hosts its drafter needs none.
     pub(crate) has_drafter: bool,
 }
 
@@ -38,7 +38,7 @@ pub(crate) struct Options {
 impl Limits<'_> {
     /// Trees and chains can be drafted: verify knows the drafter's shape, and there is a drafter.
     pub(crate) fn can_draft(self) -> bool {
-        self.has_drafter && self.model.block_size > 0
+        (self.has_drafter || self.model.hosts_drafter) && self.model.block_size > 0
     }
 
     /// Modes that make a difference now. Auto is accepted even where it can only mean plain decoding.
@@ -153,8 +153,8 @@ fn check_speculation(
         Speculation::Chain | Speculation::Tree { .. } if !limits.can_draft() => {
             Err(ServiceError::precondition(
                 "speculation.mode",
-                "chain and tree need a drafter: start the coordinator with --draft and verify with --drafter, or use \
-                 mode auto or ar",
+                "chain and tree need a drafter: start the coordinator with --draft and verify with --drafter, or verify \
+                 with --draft-placement local, or use mode auto or ar",
             ))
         }
         // Whatever a client that knows no drafter asks of auto, it is plain decoding.

@@ -3,9 +3,7 @@ use std::{net::SocketAddr, path::Path, sync::Arc};
 use tokio::{net::TcpListener, task::JoinSet};
 use tonic::service::Routes;
 use treespec_rpc::{
-    health::Readiness,
-    proto::coordinator::v1::coordinator_service_server::SERVICE_NAME,
-    transport::{self, TransportError},
+    health::Readiness, proto::coordinator::v1::coordinator_service_server::SERVICE_NAME, transport,
 };
 use treespec_telemetry::{Announcer, Event, shutdown_with_parent};
 
@@ -42,15 +40,9 @@ impl Server {
                 source,
             })?;
         let listener = transport::bind(config.listen).await?;
-        let address = listener
-            .local_addr()
-            .map_err(|source| TransportError::Bind {
-                address: config.listen,
-                source,
-            })?;
         Ok(Self {
+            address: transport::local_addr(&listener)?,
             listener,
-            address,
             coordinator: Coordinator {
                 model_name: model_name(&config.target),
                 text: Arc::new(text),
@@ -78,7 +70,7 @@ impl Server {
     ) -> Result<(), Error> {
         let readiness = Readiness::new(&[SERVICE_NAME]).await;
         self.announcer.announce(&Event::Listening {
-            endpoint: format!("http://{}", self.address),
+            endpoint: transport::endpoint(&self.listener)?,
         });
         let mut follower = JoinSet::new();
         follower.spawn(follow_readiness(

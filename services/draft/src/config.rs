@@ -5,6 +5,7 @@ use std::{
 };
 
 use clap::builder::FalseyValueParser;
+use treespec_engine::{DeviceChoice, EngineError};
 
 use crate::Error;
 
@@ -23,6 +24,14 @@ pub struct Config {
     /// Threads of a forward [default: all cores]
     #[arg(long, env = "TREESPEC_DRAFT_THREADS")]
     pub threads: Option<NonZeroUsize>,
+    /// Where the drafter runs: cpu, or cuda:N for the GPU number N
+    #[arg(
+        long,
+        env = "TREESPEC_DRAFT_DEVICE",
+        value_name = "DEVICE",
+        default_value_t
+    )]
+    pub device: DeviceChoice,
     /// Context rows kept per sequence; older ones cost acceptance, never correctness
     #[arg(long, env = "TREESPEC_DRAFT_CONTEXT_WINDOW", default_value_t = 2048)]
     pub context_window: usize,
@@ -53,6 +62,7 @@ impl Config {
     pub fn validate(&self) -> Result<(), Error> {
         in_range("context-window", self.context_window, MAX_CONTEXT_WINDOW)?;
         in_range("max-sequences", self.max_sequences, MAX_SEQUENCES)?;
+        is_built(self.device)?;
         exists("drafter", &self.drafter)?;
         exists("target", &self.target)
     }
@@ -65,6 +75,16 @@ fn in_range(setting: &'static str, value: usize, max: usize) -> Result<(), Error
     Err(Error::Config {
         setting,
         problem: format!("{value} is outside 1..={max}"),
+    })
+}
+
+fn is_built(device: DeviceChoice) -> Result<(), Error> {
+    if device == DeviceChoice::Cpu || cfg!(feature = "cuda") {
+        return Ok(());
+    }
+    Err(Error::Config {
+        setting: "device",
+        problem: EngineError::DeviceNotBuilt(device).to_string(),
     })
 }
 
@@ -108,11 +128,16 @@ mod tests {
 
     #[test]
     fn bad_settings_are_named() {
-        let cases: [(&[&str], &str); 4] = [
+        let cases: &[(&[&str], &str)] = &[
             (&["--context-window", "0"], "--context-window 0"),
             (&["--context-window", "1048577"], "1..=1048576"),
             (&["--max-sequences", "0"], "--max-sequences 0"),
             (&["--max-sequences", "65537"], "--max-sequences 65537"),
+            #[cfg(not(feature = "cuda"))]
+            (
+                &["--device", "cuda:1"],
+                "--device cuda:1 needs a build with CUDA: rebuild with `--features cuda`",
+            ),
         ];
         for (arguments, part) in cases {
             let text = parse(arguments)
@@ -124,6 +149,7 @@ mod tests {
         }
         assert!(parse(&["--threads", "0"]).is_err());
         assert!(parse(&["--listen", "localhost"]).is_err());
+        assert!(parse(&["--device", "gpu"]).is_err());
     }
 
     #[test]

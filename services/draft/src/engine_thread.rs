@@ -2,6 +2,8 @@
 //!
 //! Order of work: link messages in order of arrival, then all proposals that are waiting in one forward, then at most
 //! one chunk of a Prime, so that a long prefill never stands in the way of steps.
+//!
+//! A device that is lost ends the thread: nothing that it could still answer would be true.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -10,7 +12,7 @@ use std::{
 
 use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
-use treespec_engine::{ContextId, Drafter, DrafterSpec};
+use treespec_engine::{ContextId, Drafter, DrafterSpec, EngineError};
 use treespec_rpc::{
     ServiceError,
     convert::{self, FeatureSpan},
@@ -98,8 +100,8 @@ pub(crate) struct EngineThread {
     pub(crate) handle: EngineHandle,
     /// The outcome of the load.
     pub(crate) loaded: oneshot::Receiver<Result<Loaded, Error>>,
-    /// Closed when the thread has ended, by a panic too.
-    pub(crate) ended: oneshot::Receiver<()>,
+    /// Why the thread has ended, when its device is lost; closed when it has ended otherwise, by a panic too.
+    pub(crate) ended: oneshot::Receiver<String>,
 }
 
 /// Starts the thread, which first calls `load`.
@@ -112,11 +114,12 @@ pub(crate) fn spawn(
 ) -> Result<EngineThread, Error> {
     let (jobs, queue) = mpsc::unbounded_channel();
     let (report, loaded) = oneshot::channel();
-    let (alive, ended) = oneshot::channel::<()>();
+    let (alive, ended) = oneshot::channel();
     thread::Builder::new()
         .name("draft-engine".to_owned())
         .spawn(move || {
-            let _alive = alive;
+            // Dropped with the thread, by a panic too.
+            let alive = alive;
             let (outcome, drafter) = match load() {
                 Ok(LoadedDrafter {
                     drafter,
@@ -130,8 +133,10 @@ pub(crate) fn spawn(
             // Nobody waits for the outcome when the service was stopped during the load.
             if report.send(outcome).is_ok()
                 && let Some(drafter) = drafter
+                && let Some(reason) = Engine::new(drafter, queue, max_sequences).run()
             {
-                Engine::new(drafter, queue, max_sequences).run();
+                // The service waits for this as long as it runs.
+                let _ = alive.send(reason);
             }
         })
         .map_err(Error::Thread)?;
@@ -151,6 +156,8 @@ struct Engine {
     /// Proposals for the next forward, at most one per sequence.
     proposals: Vec<PendingProposal>,
     primes: VecDeque<PrimeChunk>,
+    /// What the drafter said when its device was lost.
+    lost: Option<String>,
 }
 
 struct PendingProposal {
@@ -174,16 +181,17 @@ impl Engine {
             jobs,
             proposals: Vec::new(),
             primes: VecDeque::new(),
+            lost: None,
         }
     }
 
-    /// Works until all handles are gone.
-    fn run(mut self) {
-        loop {
+    /// Works until all handles are gone, which is `None`, or until the device is lost, which is the reason.
+    fn run(mut self) -> Option<String> {
+        while self.lost.is_none() {
             if self.primes.is_empty() {
                 match self.jobs.blocking_recv() {
                     Some(job) => self.accept(job),
-                    None => return,
+                    None => return None,
                 }
             }
             while let Ok(job) = self.jobs.try_recv() {
@@ -194,6 +202,16 @@ impl Engine {
                 self.prime(chunk);
             }
         }
+        self.lost
+    }
+
+    /// An error of the drafter as the verifier is told it.
+    fn fault(lost: &mut Option<String>, error: &EngineError) -> ServiceError {
+        if error.is_fatal() {
+            tracing::error!(%error, "the drafter has failed for good");
+            lost.get_or_insert_with(|| error.to_string());
+        }
+        service_error(error)
     }
 
     fn accept(&mut self, job: Job) {
@@ -269,12 +287,12 @@ impl Engine {
     }
 
     fn open(&mut self, link: LinkId, key: SequenceKey) -> Result<Opened, Refusal<ContextId>> {
-        let drafter = &mut self.drafter;
+        let (drafter, lost) = (&mut self.drafter, &mut self.lost);
         self.sessions.open(link, key, |former| {
             if let Some(former) = former {
                 drafter.close(former);
             }
-            drafter.open().map_err(|error| service_error(&error))
+            drafter.open().map_err(|error| Self::fault(lost, &error))
         })?;
         tracing::debug!(
             sequence = key.id,
@@ -299,7 +317,10 @@ impl Engine {
         let context = self.sessions.append(link, key, rows.start, rows.end)?;
         self.drafter
             .append_context(context, rows.start, &rows.values)
-            .map_err(|error| self.sessions.end(link, key, service_error(&error)))
+            .map_err(|error| {
+                let error = Self::fault(&mut self.lost, &error);
+                self.sessions.end(link, key, error)
+            })
     }
 
     fn prime(&mut self, chunk: PrimeChunk) {
@@ -348,6 +369,7 @@ impl Engine {
                     send(proposal.reply, message);
                 }
                 Err(error) => {
+                    let error = Self::fault(&mut self.lost, &error);
                     let refusal = self.sessions.end(proposal.link, key, error);
                     self.refuse(key, refusal, proposal.reply);
                 }

@@ -28,6 +28,9 @@ pub enum Error {
     /// The engine thread ended while the service was running, which is a fault of the program.
     #[error("the engine thread has stopped; see the log for its panic")]
     EngineStopped,
+    /// The device failed for good while the service was running.
+    #[error("{0}; restart the service")]
+    DeviceLost(String),
 }
 
 /// What a verifier is told about a fault of the drafter.
@@ -44,7 +47,14 @@ pub(crate) fn service_error(error: &EngineError) -> ServiceError {
                 retry_after: None,
             }
         }
+        EngineError::OutOfDeviceMemory { .. } => ServiceError::ResourceExhausted {
+            what: format!("device memory: {text}"),
+            retry_after: None,
+        },
+        EngineError::DeviceLost(_) => ServiceError::unavailable(text),
         EngineError::Checkpoint(_)
+        | EngineError::Device(_)
+        | EngineError::DeviceNotBuilt(_)
         | EngineError::InvalidBatch(_)
         | EngineError::TooManyThreads { .. }
         | EngineError::Thread(_)

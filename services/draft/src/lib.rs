@@ -15,6 +15,8 @@ mod scripted;
 mod service;
 mod sessions;
 
+use std::time::Duration;
+
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
@@ -25,9 +27,12 @@ use treespec_telemetry::{Announcer, Event, shutdown_with_parent};
 
 pub use config::Config;
 pub use error::Error;
-pub use loading::{LoadedDrafter, load};
+pub use loading::{LoadedDrafter, load, load_drafter};
 
 use crate::{engine_thread::EngineThread, service::DraftServer};
+
+/// Time between the loss of the device and the end of the service.
+const FAREWELL: Duration = Duration::from_millis(250);
 
 /// Runs the service until `shutdown`, or until its parent is gone when the configuration says so.
 ///
@@ -63,7 +68,8 @@ async fn run_announced(
 /// health is NOT_SERVING and every call is answered UNAVAILABLE.
 ///
 /// # Errors
-/// What `load` fails with, [`Error::Transport`], and [`Error::EngineStopped`] when the drafter panics.
+/// What `load` fails with, [`Error::Transport`], [`Error::DeviceLost`], and [`Error::EngineStopped`] when the drafter
+/// panics.
 pub async fn run_with(
     load: impl FnOnce() -> Result<LoadedDrafter, Error> + Send + 'static,
     max_sequences: usize,
@@ -106,9 +112,16 @@ pub async fn run_with(
             tracing::info!("draft service is serving");
             announcer.announce(&Event::Serving);
         }
-        // The sender is never used: an error is the end of the thread.
-        let _ = ended.await;
-        Error::EngineStopped
+        let reason = ended.await;
+        readiness.set_not_serving().await;
+        match reason {
+            Ok(reason) => {
+                // Those who wait for an answer or watch the health shall still hear of it.
+                tokio::time::sleep(FAREWELL).await;
+                Error::DeviceLost(reason)
+            }
+            Err(_) => Error::EngineStopped,
+        }
     };
     tokio::select! {
         served = server => Ok(served?),

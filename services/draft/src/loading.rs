@@ -1,5 +1,7 @@
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint, TextTokenizer};
-use treespec_engine::{CpuDrafter, Drafter, DrafterOptions};
+use treespec_engine::{
+    CpuDrafter, DeviceChoice, Drafter, DrafterOptions, EngineError, LoadProgress,
+};
 use treespec_rpc::handshake::Fingerprint;
 use treespec_telemetry::{Announcer, LoadReporter};
 
@@ -31,11 +33,45 @@ pub fn load(config: &Config, announcer: &Announcer) -> Result<LoadedDrafter, Err
         ..DrafterOptions::default()
     };
     let mut reporter = LoadReporter::new(announcer.clone(), &drafter.label());
-    let drafter = CpuDrafter::load(&drafter, &target, &options, &mut |progress| {
-        reporter.update(progress.done_bytes, progress.total_bytes);
-    })?;
+    let drafter = load_drafter(
+        config.device,
+        &drafter,
+        &target,
+        &options,
+        &mut |progress| {
+            reporter.update(progress.done_bytes, progress.total_bytes);
+        },
+    )?;
     Ok(LoadedDrafter {
-        drafter: Box::new(drafter),
+        drafter,
         fingerprint,
     })
+}
+
+/// The drafter on `device`. Threads and instruction set of the options are the CPU's.
+///
+/// # Errors
+/// [`EngineError::DeviceNotBuilt`] without the feature `cuda`, [`EngineError::Device`], or what is wrong with the
+/// checkpoints.
+pub fn load_drafter(
+    device: DeviceChoice,
+    drafter: &DrafterCheckpoint,
+    target: &TargetCheckpoint,
+    options: &DrafterOptions,
+    progress: &mut dyn FnMut(LoadProgress),
+) -> Result<Box<dyn Drafter>, EngineError> {
+    match device {
+        DeviceChoice::Cpu => Ok(Box::new(CpuDrafter::load(
+            drafter, target, options, progress,
+        )?)),
+        #[cfg(feature = "cuda")]
+        DeviceChoice::Cuda(ordinal) => {
+            let device = treespec_cuda::Device::open(ordinal).map_err(EngineError::from)?;
+            Ok(Box::new(treespec_cuda::CudaDrafter::load(
+                &device, drafter, target, options, progress,
+            )?))
+        }
+        #[cfg(not(feature = "cuda"))]
+        DeviceChoice::Cuda(_) => Err(EngineError::DeviceNotBuilt(device)),
+    }
 }

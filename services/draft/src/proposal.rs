@@ -2,11 +2,11 @@
 
 use std::time::Instant;
 
-use treespec_engine::{BlockRequest, ContextId, DraftShape, Drafter, HeadRow, build_draft};
+use treespec_engine::{
+    BlockRequest, ContextId, DraftRequest, DraftShape, Drafted, Drafter, EngineError,
+};
 use treespec_rpc::{ServiceError, convert, proto::draft::v1 as pb};
 use treespec_tree::MAX_BUDGET;
-
-use crate::error::service_error;
 
 /// Who runs the top-k pass over the vocabulary.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,119 +88,127 @@ pub(crate) struct Draft {
     pub(crate) timings: pb::DraftTimings,
 }
 
-/// Drafts for all requests with one forward and one head pass. The result of each is in its place; a failure of one
-/// does not touch the others.
+/// A context and what is asked of it.
+type Request = (ContextId, ProposalRequest);
+
+/// Drafts for all requests, with one forward per placement. The result of each is in its place; a failure of one does
+/// not touch the others.
 pub(crate) fn draft_batch(
     drafter: &mut dyn Drafter,
-    batch: &[(ContextId, ProposalRequest)],
-) -> Vec<Result<Draft, ServiceError>> {
-    let blocks: Vec<BlockRequest> = batch
-        .iter()
-        .map(|&(context, request)| BlockRequest {
-            context,
-            root_token: request.root_token,
-        })
-        .collect();
-    let started = Instant::now();
-    match drafter.block_hidden(&blocks) {
-        Ok(hidden) => finish_batch(drafter, batch, &hidden, started.elapsed().as_secs_f64()),
-        // A forward fails as a whole; alone, each request shows whether it was the one at fault.
-        Err(_) if batch.len() > 1 => batch
+    batch: &[Request],
+) -> Vec<Result<Draft, EngineError>> {
+    let mut drafts: Vec<_> = batch.iter().map(|_| None).collect();
+    for (placement, draft) in [
+        (Placement::Draft, trees as DraftAll),
+        (Placement::Verify, hidden_blocks),
+    ] {
+        let places: Vec<usize> = (0..batch.len())
+            .filter(|&place| batch[place].1.placement == placement)
+            .collect();
+        let requests: Vec<Request> = places.iter().map(|&place| batch[place]).collect();
+        for (place, drafted) in places.into_iter().zip(isolated(drafter, &requests, draft)) {
+            drafts[place] = Some(drafted);
+        }
+    }
+    // Every request has one of the two placements.
+    drafts.into_iter().flatten().collect()
+}
+
+/// Drafts for all requests together, or fails for all of them.
+type DraftAll = fn(&mut dyn Drafter, &[Request]) -> Result<Vec<Draft>, EngineError>;
+
+/// A forward fails as a whole; alone, each request shows whether it was the one at fault.
+fn isolated(
+    drafter: &mut dyn Drafter,
+    requests: &[Request],
+    draft: DraftAll,
+) -> Vec<Result<Draft, EngineError>> {
+    if requests.is_empty() {
+        return Vec::new();
+    }
+    match draft(drafter, requests) {
+        Ok(drafts) => drafts.into_iter().map(Ok).collect(),
+        Err(EngineError::DeviceLost(reason)) => requests
             .iter()
-            .flat_map(|one| draft_batch(drafter, std::slice::from_ref(one)))
+            .map(|_| Err(EngineError::DeviceLost(reason.clone())))
             .collect(),
-        Err(error) => vec![Err(service_error(&error)); batch.len()],
+        Err(error) if requests.len() == 1 => vec![Err(error)],
+        Err(_) => requests
+            .iter()
+            .flat_map(|one| isolated(drafter, std::slice::from_ref(one), draft))
+            .collect(),
     }
 }
 
-/// `hidden`: `[batch * (block_size - 1), hidden_size]`.
-fn finish_batch(
-    drafter: &mut dyn Drafter,
-    batch: &[(ContextId, ProposalRequest)],
-    hidden: &[f32],
-    forward_seconds: f64,
-) -> Vec<Result<Draft, ServiceError>> {
-    let hidden_size = drafter.spec().hidden_size;
-    let rows_per_block = drafter.spec().block_size.saturating_sub(1);
-    let width = rows_per_block * hidden_size;
-    if width == 0 || hidden.len() != batch.len() * width {
-        let error = ServiceError::internal(format!(
-            "the drafter returned {} values for {} blocks of {width}",
-            hidden.len(),
-            batch.len()
-        ));
-        return vec![Err(error); batch.len()];
+fn block(&(context, request): &Request) -> BlockRequest {
+    BlockRequest {
+        context,
+        root_token: request.root_token,
     }
-    let started = Instant::now();
-    let block_size = drafter.spec().block_size;
-    let mut head = HeadPass::run(drafter, batch, hidden, width);
-    let head_seconds = started.elapsed().as_secs_f64();
+}
 
-    let blocks = batch.iter().zip(hidden.chunks_exact(width));
-    blocks
-        .map(|((_, request), block)| {
-            let mut timings = pb::DraftTimings {
-                forward_seconds,
-                ..pb::DraftTimings::default()
-            };
-            let reply = match request.placement {
-                Placement::Verify => {
-                    let rows = convert::block_hidden_to_proto(block, hidden_size)?;
-                    pb::proposal::Draft::BlockHidden(rows)
-                }
-                Placement::Draft => {
-                    let rows = head.take(request.shape.depths(block_size))?;
-                    let started = Instant::now();
-                    let tree = build_draft(request.root_token, &rows, request.shape);
-                    timings.head_seconds = head_seconds;
-                    timings.tree_seconds = started.elapsed().as_secs_f64();
-                    pb::proposal::Draft::Tree(convert::tree_to_proto(&tree))
-                }
-            };
-            Ok(Draft { reply, timings })
+/// The top-k pass runs here.
+fn trees(drafter: &mut dyn Drafter, requests: &[Request]) -> Result<Vec<Draft>, EngineError> {
+    let wanted: Vec<DraftRequest> = requests
+        .iter()
+        .map(|request| DraftRequest {
+            block: block(request),
+            shape: request.1.shape,
+            // What of a draft is beyond the context length is the verifier's to cut.
+            max_depth: usize::MAX,
+        })
+        .collect();
+    let drafts = drafter.draft(&wanted)?;
+    check_count(drafts.len(), requests.len())?;
+    Ok(drafts.into_iter().map(Draft::from).collect())
+}
+
+/// The top-k pass runs at the verifier.
+fn hidden_blocks(
+    drafter: &mut dyn Drafter,
+    requests: &[Request],
+) -> Result<Vec<Draft>, EngineError> {
+    let hidden_size = drafter.spec().hidden_size;
+    let width = drafter.spec().block_size.saturating_sub(1) * hidden_size;
+    let blocks: Vec<BlockRequest> = requests.iter().map(block).collect();
+    let started = Instant::now();
+    let hidden = drafter.block_hidden(&blocks)?;
+    let timings = pb::DraftTimings {
+        forward_seconds: started.elapsed().as_secs_f64(),
+        ..pb::DraftTimings::default()
+    };
+    check_count(hidden.len(), requests.len() * width)?;
+    hidden
+        .chunks_exact(width.max(1))
+        .map(|block| {
+            let rows = convert::block_hidden_to_proto(block, hidden_size)
+                .map_err(|error| EngineError::InvalidBatch(error.to_string()))?;
+            Ok(Draft {
+                reply: pb::proposal::Draft::BlockHidden(rows),
+                timings,
+            })
         })
         .collect()
 }
 
-/// The rows of one top-k pass for all requests that want their tree built here, handed out in request order.
-struct HeadPass {
-    rows: Result<std::vec::IntoIter<HeadRow>, ServiceError>,
+fn check_count(got: usize, expected: usize) -> Result<(), EngineError> {
+    if got == expected && got > 0 {
+        return Ok(());
+    }
+    Err(EngineError::InvalidBatch(format!(
+        "the drafter returned {got} results for {expected}"
+    )))
 }
 
-impl HeadPass {
-    fn run(
-        drafter: &mut dyn Drafter,
-        batch: &[(ContextId, ProposalRequest)],
-        hidden: &[f32],
-        width: usize,
-    ) -> Self {
-        let spec = drafter.spec();
-        let (vocab_size, block_size) = (spec.vocab_size, spec.block_size);
-        let hidden_size = spec.hidden_size;
-        let mut rows = Vec::new();
-        let mut candidates = 0;
-        for ((_, request), block) in batch.iter().zip(hidden.chunks_exact(width)) {
-            if request.placement == Placement::Draft {
-                let needed = request.shape.depths(block_size) * hidden_size;
-                rows.extend_from_slice(&block[..needed]);
-                // A builder reads no further than its budget, so the widest request serves all.
-                candidates = candidates.max(request.shape.candidates_per_depth(vocab_size));
-            }
-        }
-        let rows = if rows.is_empty() {
-            Ok(Vec::new())
-        } else {
-            drafter.head_topk(&rows, candidates)
-        };
+impl From<Drafted> for Draft {
+    fn from(drafted: Drafted) -> Self {
         Self {
-            rows: rows
-                .map(Vec::into_iter)
-                .map_err(|error| service_error(&error)),
+            reply: pb::proposal::Draft::Tree(convert::tree_to_proto(&drafted.tree)),
+            timings: pb::DraftTimings {
+                forward_seconds: drafted.forward.as_secs_f64(),
+                head_seconds: drafted.head.as_secs_f64(),
+                tree_seconds: drafted.build.as_secs_f64(),
+            },
         }
-    }
-
-    fn take(&mut self, count: usize) -> Result<Vec<HeadRow>, ServiceError> {
-        let rows = self.rows.as_mut().map_err(|error| error.clone())?;
-        Ok(rows.take(count).collect())
     }
 }

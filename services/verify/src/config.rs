@@ -1,6 +1,7 @@
 use std::{net::SocketAddr, path::PathBuf};
 
 use clap::{Args, ValueEnum};
+use treespec_engine::{DeviceChoice, EngineError};
 use treespec_rpc::proto::draft::v1 as pb;
 use treespec_tree::MAX_BUDGET;
 
@@ -25,6 +26,20 @@ impl From<TopkPlacement> for pb::TopkPlacement {
     }
 }
 
+/// Where the drafter of this verifier's sequences runs. Tokens are the same either way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub enum DraftPlacement {
+    /// In draft services, which the coordinator leases to sequences.
+    #[default]
+    Remote,
+    /// Here, on the target's device: a step needs no wire, and a request no lease.
+    Local,
+}
+
+/// Most context rows per sequence, and most contexts, that can be asked of a drafter that is hosted here.
+const MAX_CONTEXT_WINDOW: usize = 1 << 20;
+const MAX_CONTEXTS: usize = 1 << 16;
+
 /// Settings of a verifier.
 #[derive(Debug, Clone, PartialEq, Eq, Args)]
 pub struct Config {
@@ -41,9 +56,37 @@ pub struct Config {
     #[arg(long, env = "TREESPEC_VERIFY_TARGET", value_name = "PATH")]
     pub target: PathBuf,
 
-    /// DFlash drafter of that target. Only its taps, fc and hidden_norm are read; needed for speculation.
+    /// DFlash drafter of that target, needed for speculation. Only its taps, fc and hidden_norm are read unless
+    /// --draft-placement is local.
     #[arg(long, env = "TREESPEC_VERIFY_DRAFTER", value_name = "PATH")]
     pub drafter: Option<PathBuf>,
+
+    /// Where the models run: cpu, or cuda:N for the GPU number N.
+    #[arg(
+        long,
+        env = "TREESPEC_VERIFY_DEVICE",
+        value_name = "DEVICE",
+        default_value_t
+    )]
+    pub device: DeviceChoice,
+
+    /// Where the drafter runs: in draft services, or in this process.
+    #[arg(
+        long,
+        env = "TREESPEC_VERIFY_DRAFT_PLACEMENT",
+        value_enum,
+        default_value_t
+    )]
+    pub draft_placement: DraftPlacement,
+
+    /// Sequences that a drafter in this process can draft for at a time; others decode plainly meanwhile.
+    #[arg(
+        long,
+        env = "TREESPEC_VERIFY_DRAFTER_CONTEXTS",
+        value_name = "N",
+        default_value_t = 64
+    )]
+    pub drafter_contexts: usize,
 
     /// Threads of a forward; 0 takes one per core.
     #[arg(
@@ -94,7 +137,7 @@ pub struct Config {
     )]
     pub topk_placement: TopkPlacement,
 
-    /// Feature rows kept per sequence, to prime a drafter again.
+    /// Feature rows kept per sequence, to prime a drafter again; the context of a drafter in this process.
     #[arg(
         long,
         env = "TREESPEC_VERIFY_FEATURE_WINDOW",
@@ -133,6 +176,7 @@ impl Config {
             ("--max-budget", self.max_budget),
             ("--default-budget", self.default_budget),
             ("--feature-window", self.feature_window),
+            ("--drafter-contexts", self.drafter_contexts),
         ];
         if let Some((flag, _)) = at_least_one.into_iter().find(|(_, value)| *value == 0) {
             return Err(Error::invalid_flag(flag, "must be at least 1"));
@@ -155,6 +199,103 @@ impl Config {
                 ),
             ));
         }
+        if self.device != DeviceChoice::Cpu && cfg!(not(feature = "cuda")) {
+            let problem = EngineError::DeviceNotBuilt(self.device).to_string();
+            return Err(Error::invalid_flag("--device", problem));
+        }
+        match self.draft_placement {
+            DraftPlacement::Remote => Ok(()),
+            DraftPlacement::Local => self.validate_local_drafter(),
+        }
+    }
+
+    fn validate_local_drafter(&self) -> Result<(), Error> {
+        if self.drafter.is_none() {
+            return Err(Error::invalid_flag(
+                "--draft-placement",
+                "local needs the drafter: give --drafter PATH",
+            ));
+        }
+        if self.topk_placement == TopkPlacement::Verify {
+            return Err(Error::invalid_flag(
+                "--topk-placement",
+                "verify is for drafters elsewhere: leave it out with --draft-placement local",
+            ));
+        }
+        for (flag, value, most) in [
+            ("--feature-window", self.feature_window, MAX_CONTEXT_WINDOW),
+            ("--drafter-contexts", self.drafter_contexts, MAX_CONTEXTS),
+        ] {
+            if value > most {
+                let problem = format!("is {value}, above the limit of {most}");
+                return Err(Error::invalid_flag(flag, problem));
+            }
+        }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Cli {
+        #[command(flatten)]
+        config: Config,
+    }
+
+    fn parse(extra: &[&str]) -> Result<Config, clap::Error> {
+        let required = ["verify", "--target", "/"];
+        Cli::try_parse_from(required.iter().chain(extra)).map(|cli| cli.config)
+    }
+
+    #[test]
+    fn the_drafter_is_elsewhere_and_the_device_the_cpu_by_default() {
+        let config = parse(&[]).unwrap();
+        config.validate().unwrap();
+        assert_eq!(config.draft_placement, DraftPlacement::Remote);
+        assert_eq!(config.device, DeviceChoice::Cpu);
+    }
+
+    #[test]
+    fn a_local_drafter_is_checked_before_anything_is_loaded() {
+        let local = |extra: &[&str]| {
+            let flags = [&["--draft-placement", "local"], extra].concat();
+            parse(&flags).unwrap().validate()
+        };
+        local(&["--drafter", "/"]).unwrap();
+        let cases: [(&[&str], &str); 4] = [
+            (&[], "--draft-placement local needs the drafter"),
+            (
+                &["--drafter", "/", "--topk-placement", "verify"],
+                "--topk-placement verify",
+            ),
+            (
+                &["--drafter", "/", "--drafter-contexts", "0"],
+                "--drafter-contexts must be at least 1",
+            ),
+            (
+                &["--drafter", "/", "--feature-window", "1048577"],
+                "--feature-window is 1048577",
+            ),
+        ];
+        for (flags, part) in cases {
+            let text = local(flags).unwrap_err().to_string();
+            assert!(text.contains(part), "{text} lacks {part}");
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    #[test]
+    fn a_device_that_is_not_built_in_is_named_with_the_fix() {
+        let config = parse(&["--device", "cuda:0"]).unwrap();
+        assert_eq!(
+            config.validate().unwrap_err().to_string(),
+            "--device cuda:0 needs a build with CUDA: rebuild with `--features cuda`"
+        );
+        assert!(parse(&["--device", "gpu"]).is_err());
     }
 }

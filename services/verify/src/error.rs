@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 use treespec_checkpoint::CheckpointError;
 use treespec_engine::EngineError;
 use treespec_rpc::{ServiceError, transport::TransportError};
@@ -28,6 +30,9 @@ pub enum Error {
     /// The engine thread panicked; the log says where.
     #[error("the engine has stopped; see the log, and report it with the request that was running")]
     EngineStopped,
+    /// The device failed for good while the service was running.
+    #[error("{0}; restart the service")]
+    DeviceLost(String),
     /// The port cannot be had, or the server failed.
     #[error(transparent)]
     Transport(#[from] TransportError),
@@ -49,6 +54,11 @@ pub(crate) fn engine_fault(error: &EngineError) -> ServiceError {
         EngineError::ContextOverflow { .. } => {
             ServiceError::invalid("token_ids", error.to_string())
         }
+        EngineError::OutOfDeviceMemory { .. } => ServiceError::ResourceExhausted {
+            what: format!("device memory: {error}"),
+            retry_after: Some(Duration::from_secs(1)),
+        },
+        EngineError::DeviceLost(_) => ServiceError::unavailable(error.to_string()),
         _ => ServiceError::internal(error.to_string()),
     }
 }

@@ -1,19 +1,26 @@
-//! The thread that owns the backend. Work arrives by channel; everything that waits when a forward can start goes
-//! into that forward as one ragged batch. Row invariance makes the company irrelevant to the result.
+//! The thread that owns the model. Work arrives by channel; everything that waits when a forward can start goes into
+//! one wave. Row invariance makes the company irrelevant to the result.
 
-use std::sync::Arc;
+mod contexts;
+mod host;
+mod wave;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
-use treespec_engine::{
-    Backend, EngineError, ForwardOutput, HeadRequest, HeadRow, RowBatch, RowShape, SequenceRows,
-};
+use treespec_engine::{DraftShape, ForwardOutput, HeadRequest, HeadRow};
 use treespec_rpc::ServiceError;
-use treespec_sampling::greedy;
-use treespec_tree::{Acceptance, AncestorSets, TokenTree, walk};
+use treespec_tree::{Acceptance, TokenTree};
 
-use crate::error::engine_fault;
+pub(crate) use self::contexts::DrafterContext;
+use self::contexts::{ContextKey, Contexts};
+use self::host::{Host, Lost};
+use self::wave::Wave;
+use crate::LoadedModel;
+use crate::drafting::DraftCost;
 use crate::kv_reservation::KvReservation;
 
 /// Where a sequence's new rows go.
@@ -30,7 +37,10 @@ pub(crate) struct Prefill {
     pub(crate) tokens: Vec<u32>,
     /// One per token.
     pub(crate) head: Vec<Option<HeadRequest>>,
+    /// Whether to return the features of the rows.
     pub(crate) features: bool,
+    /// The context of the hosted drafter that gets the features instead.
+    pub(crate) context: Option<Arc<DrafterContext>>,
 }
 
 /// A tree to verify, and to commit as far as the target agrees.
@@ -39,6 +49,18 @@ pub(crate) struct Verify {
     pub(crate) tree: TokenTree,
     pub(crate) head: HeadRequest,
     pub(crate) features: bool,
+}
+
+/// A step of the hosted drafter and the target. It decodes plainly when the drafter cannot draft.
+pub(crate) struct Speculate {
+    pub(crate) place: Place,
+    /// The decided token that is not in the cache yet.
+    pub(crate) root: u32,
+    pub(crate) context: Arc<DrafterContext>,
+    pub(crate) shape: DraftShape,
+    /// Deepest node that can be verified, at least 1.
+    pub(crate) max_depth: usize,
+    pub(crate) head: HeadRequest,
 }
 
 /// What became of a tree. The accepted path is in the KV cache when this arrives.
@@ -50,6 +72,8 @@ pub(crate) struct Verified {
     /// Feature rows of the accepted path.
     pub(crate) features: Vec<f32>,
     pub(crate) timings: Timings,
+    /// What the hosted drafter's draft cost; `None` when the tree is not its own.
+    pub(crate) draft: Option<DraftCost>,
 }
 
 /// Where the time of a verification went.
@@ -64,31 +88,55 @@ type Reply<T> = oneshot::Sender<Result<T, ServiceError>>;
 enum Work {
     Prefill(Prefill, Reply<ForwardOutput>),
     Verify(Box<Verify>, Reply<Verified>),
+    Speculate(Speculate, Reply<Verified>),
     HeadTopk(Vec<f32>, usize, Reply<Vec<HeadRow>>),
+    CloseContext(ContextKey),
 }
 
 /// Sends work to the engine thread. The thread ends when the last handle is dropped.
 #[derive(Clone)]
 pub(crate) struct ForwardQueue {
     work: mpsc::UnboundedSender<Work>,
+    /// Why the model cannot be used any more, set before any work is refused for it.
+    lost: Arc<OnceLock<String>>,
+    next_context: Arc<AtomicU64>,
 }
 
 impl ForwardQueue {
-    /// Starts the thread. The receiver resolves when it ends. The queue is unbounded because every sequence has at most
-    /// one piece of work in it and sequences are bounded by admission.
-    pub(crate) fn start(
-        backend: Box<dyn Backend>,
-    ) -> std::io::Result<(Self, oneshot::Receiver<()>)> {
+    /// Starts the thread. The receiver gets the reason when the device is lost, and fails when the thread ends
+    /// otherwise, which it does only by a panic. The queue is unbounded because every sequence has at most two pieces
+    /// of work in it and sequences are bounded by admission.
+    pub(crate) fn start(model: LoadedModel) -> std::io::Result<(Self, oneshot::Receiver<String>)> {
         let (work, waiting) = mpsc::unbounded_channel();
-        let (alive, ended) = oneshot::channel::<()>();
+        let (alive, ended) = oneshot::channel();
+        let lost = Arc::new(OnceLock::new());
+        let host = Host {
+            model,
+            contexts: Contexts::default(),
+            lost: Arc::clone(&lost),
+        };
         thread::Builder::new()
             .name("verify-engine".into())
             .spawn(move || {
                 // Dropped with the thread, by a panic too.
-                let _alive = alive;
-                run(backend, waiting);
+                let alive = alive;
+                if let Err(Lost(reason)) = run(host, waiting) {
+                    // The server waits for this as long as it runs.
+                    let _ = alive.send(reason);
+                }
             })?;
-        Ok((Self { work }, ended))
+        let queue = Self {
+            work,
+            lost,
+            next_context: Arc::default(),
+        };
+        Ok((queue, ended))
+    }
+
+    /// A context of the hosted drafter for one sequence. It is opened by the first features that reach it.
+    pub(crate) fn drafter_context(&self) -> Arc<DrafterContext> {
+        let key = ContextKey(self.next_context.fetch_add(1, Ordering::Relaxed));
+        Arc::new(DrafterContext::new(key, self.work.clone()))
     }
 
     pub(crate) async fn prefill(&self, prefill: Prefill) -> Result<ForwardOutput, ServiceError> {
@@ -98,6 +146,11 @@ impl ForwardQueue {
     pub(crate) async fn verify(&self, verify: Verify) -> Result<Verified, ServiceError> {
         self.send(|reply| Work::Verify(Box::new(verify), reply))
             .await
+    }
+
+    /// One step by the hosted drafter.
+    pub(crate) async fn speculate(&self, step: Speculate) -> Result<Verified, ServiceError> {
+        self.send(|reply| Work::Speculate(step, reply)).await
     }
 
     /// The top-k pass for a drafter's hidden rows, `[n, hidden]`.
@@ -110,194 +163,44 @@ impl ForwardQueue {
     }
 
     async fn send<T>(&self, work: impl FnOnce(Reply<T>) -> Work) -> Result<T, ServiceError> {
-        let gone = || ServiceError::internal("the engine thread has ended");
         let (reply, answer) = oneshot::channel();
-        self.work.send(work(reply)).map_err(|_| gone())?;
-        answer.await.map_err(|_| gone())?
+        self.work.send(work(reply)).map_err(|_| self.gone())?;
+        answer.await.map_err(|_| self.gone())?
+    }
+
+    /// The error of work that the thread did not answer.
+    fn gone(&self) -> ServiceError {
+        match self.lost.get() {
+            // Another replica can go on with the sequence.
+            Some(reason) => ServiceError::unavailable(reason),
+            None => ServiceError::internal("the engine thread has ended"),
+        }
     }
 }
 
-fn run(mut backend: Box<dyn Backend>, mut waiting: mpsc::UnboundedReceiver<Work>) {
+fn run(mut host: Host, mut waiting: mpsc::UnboundedReceiver<Work>) -> Result<(), Lost> {
     while let Some(first) = waiting.blocking_recv() {
-        let mut batch = Vec::new();
+        let mut wave = Wave::default();
         let mut next = Some(first);
         while let Some(work) = next {
             match work {
-                Work::Prefill(prefill, reply) => batch.push(Member::prefill(prefill, reply)),
-                Work::Verify(verify, reply) => batch.push(Member::verify(*verify, reply)),
+                Work::Prefill(prefill, reply) => wave.add_prefill(prefill, reply),
+                Work::Verify(verify, reply) => wave.add_tree(*verify, reply),
+                Work::Speculate(step, reply) => wave.add_step(step, reply),
                 Work::HeadTopk(hidden, k, reply) => {
-                    let rows = backend.head_topk(&hidden, k);
-                    // A request that is gone needs no answer, here and below.
-                    let _ = reply.send(rows.map_err(|error| engine_fault(&error)));
+                    let rows = host.model.backend().head_topk(&hidden, k);
+                    let rows = match rows {
+                        Ok(rows) => Ok(rows),
+                        Err(error) => Err(host.fault(&error)?),
+                    };
+                    // A request that is gone needs no answer.
+                    let _ = reply.send(rows);
                 }
+                Work::CloseContext(key) => host.close_context(key),
             }
             next = waiting.try_recv().ok();
         }
-        run_batch(&mut *backend, batch);
+        wave.run(&mut host)?;
     }
-}
-
-/// One sequence's share of a forward.
-struct Member {
-    place: Place,
-    tokens: Vec<u32>,
-    head: Vec<Option<HeadRequest>>,
-    features: bool,
-    then: Then,
-}
-
-enum Then {
-    Answer(Reply<ForwardOutput>),
-    Accept {
-        tree: TokenTree,
-        ancestors: AncestorSets,
-        reply: Reply<Verified>,
-    },
-}
-
-impl Member {
-    fn prefill(prefill: Prefill, reply: Reply<ForwardOutput>) -> Self {
-        Self {
-            place: prefill.place,
-            tokens: prefill.tokens,
-            head: prefill.head,
-            features: prefill.features,
-            then: Then::Answer(reply),
-        }
-    }
-
-    fn verify(verify: Verify, reply: Reply<Verified>) -> Self {
-        let ancestors = verify.tree.ancestors();
-        Self {
-            place: verify.place,
-            tokens: verify.tree.tokens().to_vec(),
-            head: vec![Some(verify.head); verify.tree.len()],
-            features: verify.features,
-            then: Then::Accept {
-                tree: verify.tree,
-                ancestors,
-                reply,
-            },
-        }
-    }
-
-    fn rows(&self) -> SequenceRows<'_> {
-        SequenceRows {
-            table: self.place.kv.table(),
-            committed: self.place.committed,
-            tokens: &self.tokens,
-            shape: match &self.then {
-                // A chain's rows see each other without a mask.
-                Then::Accept {
-                    tree, ancestors, ..
-                } if !tree.is_chain() => RowShape::tree(tree, ancestors),
-                _ => RowShape::Chain,
-            },
-            head: &self.head,
-            features: self.features,
-        }
-    }
-
-    fn is_abandoned(&self) -> bool {
-        match &self.then {
-            Then::Answer(reply) => reply.is_closed(),
-            Then::Accept { reply, .. } => reply.is_closed(),
-        }
-    }
-
-    fn fail(self, error: ServiceError) {
-        match self.then {
-            Then::Answer(reply) => drop(reply.send(Err(error))),
-            Then::Accept { reply, .. } => drop(reply.send(Err(error))),
-        }
-    }
-
-    fn finish(self, backend: &mut dyn Backend, output: ForwardOutput, forward: Duration) {
-        match self.then {
-            Then::Answer(reply) => drop(reply.send(Ok(output))),
-            Then::Accept { tree, reply, .. } => {
-                let verified = accept(backend, &self.place, tree, output, forward);
-                drop(reply.send(verified.map_err(|error| engine_fault(&error))));
-            }
-        }
-    }
-}
-
-fn run_batch(backend: &mut dyn Backend, members: Vec<Member>) {
-    // One wrong member must not spoil the forward of the others.
-    let spec = backend.spec();
-    let (vocab_size, context_length) = (spec.vocab_size, spec.context_length);
-    let mut valid = Vec::with_capacity(members.len());
-    for member in members {
-        match member.rows().validate(vocab_size, context_length) {
-            _ if member.is_abandoned() => {}
-            Ok(()) => valid.push(member),
-            Err(error) => member.fail(engine_fault(&error)),
-        }
-    }
-    if valid.is_empty() {
-        return;
-    }
-    let started = Instant::now();
-    let outputs = backend.forward(&RowBatch {
-        sequences: valid.iter().map(Member::rows).collect(),
-    });
-    let forward = started.elapsed();
-    match outputs {
-        Ok(outputs) => {
-            for (member, output) in valid.into_iter().zip(outputs) {
-                member.finish(backend, output, forward);
-            }
-        }
-        Err(error) => {
-            tracing::error!(%error, "a forward failed");
-            for member in valid {
-                member.fail(engine_fault(&error));
-            }
-        }
-    }
-}
-
-/// Samples at every node, walks down while the target's choice is a child, and keeps that path in the cache.
-fn accept(
-    backend: &mut dyn Backend,
-    place: &Place,
-    tree: TokenTree,
-    mut output: ForwardOutput,
-    forward: Duration,
-) -> Result<Verified, EngineError> {
-    let started = Instant::now();
-    let choices = output
-        .head
-        .iter()
-        .enumerate()
-        .map(|(row, head)| greedy(&head.top).ok_or(EngineError::NonFiniteLogits { row }))
-        .collect::<Result<Vec<u32>, _>>()?;
-    let acceptance = walk(&tree, |node| choices[node]);
-    backend.compact(place.kv.table(), place.committed, &acceptance.path)?;
-    let width = output.features.len() / tree.len();
-    let features = acceptance
-        .path
-        .iter()
-        .flat_map(|&node| &output.features[node * width..(node + 1) * width])
-        .copied()
-        .collect();
-    let head = acceptance
-        .path
-        .iter()
-        .map(|&node| HeadRow {
-            top: std::mem::take(&mut output.head[node].top),
-            ..output.head[node].clone()
-        })
-        .collect();
-    Ok(Verified {
-        tree,
-        acceptance,
-        head,
-        features,
-        timings: Timings {
-            forward,
-            accept: started.elapsed(),
-        },
-    })
+    Ok(())
 }

@@ -1,9 +1,10 @@
 //! The target: prefill, tree verification, acceptance and KV, as a gRPC service.
 //!
-//! * [`forward`](forward) owns the backend on a thread of its own; all work waiting at one moment goes into one ragged
+//! * [`forward`](forward) owns the model on a thread of its own; all work waiting at one moment goes into one ragged
 //!   forward.
 //! * [`sequence`](sequence) decodes one request: prefill, then draft, verify, commit until it ends.
 //! * [`drafting`](drafting) talks to drafters. Losing one is never an error of a request.
+//! * With `--draft-placement local` the model hosts its drafter, and `forward` runs a whole step in one call.
 //!
 //! Verify is the only source of truth for committed tokens.
 
@@ -18,6 +19,7 @@ mod engine;
 mod error;
 mod forward;
 mod kv_reservation;
+mod loading;
 mod logprobs;
 mod request;
 mod sequence;
@@ -25,6 +27,7 @@ mod server;
 mod service;
 mod statistics;
 
-pub use config::{Config, TopkPlacement};
+pub use config::{Config, DraftPlacement, TopkPlacement};
 pub use error::Error;
+pub use loading::{LoadedModel, LoadedTarget, load, load_speculator, load_target};
 pub use server::{Server, run};

@@ -1,5 +1,6 @@
 //! One request from prefill to its last token.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use tokio::sync::mpsc;
@@ -12,9 +13,9 @@ use treespec_rpc::proto::verify::v1::generate_response::Event;
 use treespec_tree::TokenTree;
 
 use crate::drafting::{DraftBody, DraftWish, Drafting};
-use crate::engine::Engine;
+use crate::engine::{DraftSource, Engine};
 use crate::error::engine_fault;
-use crate::forward::{Place, Prefill, Verified, Verify};
+use crate::forward::{DrafterContext, Place, Prefill, Speculate, Verified, Verify};
 use crate::logprobs::{head_request, prompt_logprob, prompt_request, token_logprob};
 use crate::request::GenerationRequest;
 use crate::statistics::Statistics;
@@ -36,13 +37,14 @@ pub(crate) async fn decode(
     let most_nodes = shape.map_or(0, |shape| engine.most_nodes(shape));
     let rows = request.prompt_length + request.max_tokens + most_nodes;
     let kv = engine.kv.reserve(rows).await?;
-    let drafting = match (shape, &engine.links, &request.drafter) {
-        (Some(_), Some(links), Some(endpoint)) => Some(Drafting::new(
+    let drafts = match (shape, &engine.drafts, &request.drafter) {
+        (Some(_), DraftSource::Hosted, _) => Drafts::Hosted(engine.queue.drafter_context()),
+        (Some(_), DraftSource::Remote(links), Some(endpoint)) => Drafts::Remote(Drafting::new(
             links.clone(),
             endpoint.clone(),
             engine.feature_window,
         )),
-        _ => None,
+        _ => Drafts::None,
     };
     let replayed = request.tokens.len() - request.prompt_length;
     let sequence = Sequence {
@@ -53,7 +55,7 @@ pub(crate) async fn decode(
         request,
         place: Place { kv, committed: 0 },
         shape,
-        drafting,
+        drafts,
         statistics: Statistics::new(arrived),
         events,
     };
@@ -71,7 +73,12 @@ fn draft_shape(
     let tree = |budget: Option<u16>| DraftShape::Tree {
         budget: budget.map_or(engine.default_budget, usize::from),
     };
-    let can_draft = engine.links.is_some() && request.drafter.is_some();
+    let can_draft = match engine.drafts {
+        DraftSource::None => false,
+        DraftSource::Remote(_) => request.drafter.is_some(),
+        // A lease is not needed, and one that came along is not used.
+        DraftSource::Hosted => true,
+    };
     let wanted = match request.speculation {
         Speculation::Ar => return Ok(None),
         Speculation::Auto { budget } => return Ok(can_draft.then(|| tree(budget))),
@@ -99,6 +106,13 @@ impl From<ServiceError> for Stop {
     }
 }
 
+/// Where a sequence's drafts come from.
+enum Drafts {
+    None,
+    Remote(Drafting),
+    Hosted(Arc<DrafterContext>),
+}
+
 struct Sequence<'a> {
     engine: &'a Engine,
     request: GenerationRequest,
@@ -106,7 +120,7 @@ struct Sequence<'a> {
     /// What the head returns for rows that choose a token.
     head: HeadRequest,
     shape: Option<DraftShape>,
-    drafting: Option<Drafting>,
+    drafts: Drafts,
     /// New tokens that the request came with, from before a replay.
     replayed: usize,
     /// New tokens so far, those of a replay included.
@@ -122,20 +136,10 @@ impl Sequence<'_> {
         let mut root = chosen(&first)?;
         let mut finish = self.emit(&[root], &[first], None).await?;
         while finish.is_none() {
-            let tree = self.draft(root).await?;
-            let verified = self
-                .engine
-                .queue
-                .verify(Verify {
-                    place: self.place.clone(),
-                    tree,
-                    head: self.head,
-                    features: self.drafting.is_some(),
-                })
-                .await?;
+            let verified = self.step(root).await?;
             self.statistics.add_step(&verified);
             self.statistics.mark_tokens();
-            if let Some(drafting) = &mut self.drafting {
+            if let Drafts::Remote(drafting) = &mut self.drafts {
                 let start = self.place.committed as u32;
                 drafting.commit(start, &verified.features).await;
             }
@@ -163,10 +167,14 @@ impl Sequence<'_> {
                     place: self.place.clone(),
                     tokens: chunk.to_vec(),
                     head: self.prefill_heads(&tokens, start, chunk.len()),
-                    features: self.drafting.is_some(),
+                    features: matches!(self.drafts, Drafts::Remote(_)),
+                    context: match &self.drafts {
+                        Drafts::Hosted(context) => Some(Arc::clone(context)),
+                        Drafts::None | Drafts::Remote(_) => None,
+                    },
                 })
                 .await?;
-            if let Some(drafting) = &mut self.drafting {
+            if let Drafts::Remote(drafting) = &mut self.drafts {
                 drafting.commit(start as u32, &output.features).await;
             }
             self.place.committed += chunk.len();
@@ -206,13 +214,58 @@ impl Sequence<'_> {
             .collect()
     }
 
+    /// Positions after the root's.
+    fn room(&self) -> usize {
+        (self.engine.context_length - 1).saturating_sub(self.place.committed)
+    }
+
+    /// Drafts, verifies and commits.
+    async fn step(&mut self, root: u32) -> Result<Verified, Stop> {
+        if let (Some(shape), Drafts::Hosted(context), 1..) = (self.shape, &self.drafts, self.room())
+        {
+            let context = Arc::clone(context);
+            return self.speculate(root, shape, context).await;
+        }
+        let tree = self.draft(root).await?;
+        let verify = Verify {
+            place: self.place.clone(),
+            tree,
+            head: self.head,
+            features: matches!(self.drafts, Drafts::Remote(_)),
+        };
+        Ok(self.engine.queue.verify(verify).await?)
+    }
+
+    /// A step by the hosted drafter.
+    async fn speculate(
+        &mut self,
+        root: u32,
+        shape: DraftShape,
+        context: Arc<DrafterContext>,
+    ) -> Result<Verified, Stop> {
+        let step = Speculate {
+            place: self.place.clone(),
+            root,
+            context,
+            shape,
+            max_depth: self.room(),
+            head: self.head,
+        };
+        let verified = self.engine.queue.speculate(step).await?;
+        match verified.draft {
+            Some(cost) => self.statistics.add_draft(cost),
+            None => self.statistics.add_fallback(),
+        }
+        Ok(verified)
+    }
+
     /// The tree to verify next: a draft cut to the context length, or the root alone.
     async fn draft(&mut self, root: u32) -> Result<TokenTree, Stop> {
         let plain = TokenTree::root_only(root);
-        let (Some(shape), Some(drafting)) = (self.shape, &mut self.drafting) else {
+        let room = self.room();
+        let (Some(shape), Drafts::Remote(drafting)) = (self.shape, &mut self.drafts) else {
             return Ok(plain);
         };
-        let room = self.engine.context_length - 1 - self.place.committed;
         if room == 0 {
             return Ok(plain);
         }
@@ -305,7 +358,10 @@ impl Sequence<'_> {
     async fn finish(self, reason: pb::FinishReason) -> Result<(), Stop> {
         let completion_tokens = self.generated as u32;
         let decoded_here = (self.generated - self.replayed) as u32;
-        let stale_drafts = self.drafting.as_ref().map_or(0, Drafting::stale_drafts);
+        let stale_drafts = match &self.drafts {
+            Drafts::Remote(drafting) => drafting.stale_drafts(),
+            Drafts::None | Drafts::Hosted(_) => 0,
+        };
         self.send(Event::Finished(pb::GenerateFinished {
             finish_reason: reason.into(),
             usage: Some(pb::Usage {

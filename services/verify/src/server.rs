@@ -1,23 +1,19 @@
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use tokio::net::TcpListener;
-use tokio::sync::oneshot;
 use tonic::service::Routes;
-use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint, TextTokenizer};
-use treespec_engine::{Backend, CpuTarget, TargetOptions};
-use treespec_rpc::handshake::Fingerprint;
 use treespec_rpc::health::Readiness;
-use treespec_rpc::proto::verify::v1 as pb;
 use treespec_rpc::proto::verify::v1::verify_service_server::SERVICE_NAME;
-use treespec_rpc::transport::{self, TransportError};
-use treespec_telemetry::{Announcer, Event, LoadReporter, shutdown_with_parent};
+use treespec_rpc::transport;
+use treespec_telemetry::{Announcer, Event, shutdown_with_parent};
 
-use crate::drafting::{DrafterIdentity, Links};
 use crate::engine::Engine;
-use crate::forward::ForwardQueue;
-use crate::kv_reservation::KvAdmission;
 use crate::service::Verifier;
-use crate::{Config, Error};
+use crate::{Config, Error, LoadedTarget, load};
+
+/// Time between the loss of the device and the end of the service.
+const FAREWELL: Duration = Duration::from_millis(250);
 
 /// A verifier that has its port. Its weights are loaded by [`Server::serve`].
 pub struct Server {
@@ -34,15 +30,9 @@ impl Server {
     pub async fn bind(config: Config) -> Result<Self, Error> {
         config.validate()?;
         let listener = transport::bind(config.listen).await?;
-        let address = listener
-            .local_addr()
-            .map_err(|source| TransportError::Bind {
-                address: config.listen,
-                source,
-            })?;
         Ok(Self {
+            address: transport::local_addr(&listener)?,
             listener,
-            address,
             config,
         })
     }
@@ -55,15 +45,27 @@ impl Server {
     /// Loads the weights and serves until `shutdown`. Health is NOT_SERVING until they are loaded.
     ///
     /// # Errors
-    /// [`Error`] when the weights cannot be loaded or the server fails.
+    /// [`Error`] when the weights cannot be loaded, the device is lost or the server fails.
     pub async fn serve(
         self,
+        shutdown: impl Future<Output = ()> + Send + 'static,
+    ) -> Result<(), Error> {
+        self.serve_with(load, shutdown).await
+    }
+
+    /// Serves any model until `shutdown`. `load` is called where blocking is allowed.
+    ///
+    /// # Errors
+    /// What `load` fails with, and as [`Server::serve`].
+    pub async fn serve_with(
+        self,
+        load: impl FnOnce(&Config, &Announcer) -> Result<LoadedTarget, Error> + Send + 'static,
         shutdown: impl Future<Output = ()> + Send + 'static,
     ) -> Result<(), Error> {
         let readiness = Readiness::new(&[SERVICE_NAME]).await;
         let announcer = Announcer::from_flag(self.config.announce);
         announcer.announce(&Event::Listening {
-            endpoint: format!("http://{}", self.address),
+            endpoint: transport::endpoint(&self.listener)?,
         });
         let verifier = Verifier::default();
         let routes = Routes::new(transport::verify_server(verifier.clone()));
@@ -71,16 +73,26 @@ impl Server {
             let (config, readiness) = (self.config, readiness.clone());
             async move {
                 let progress = announcer.clone();
-                let (engine, ended) = tokio::task::spawn_blocking(move || load(&config, progress))
-                    .await
-                    .map_err(|_| Error::EngineStopped)??;
+                let (engine, ended) = tokio::task::spawn_blocking(move || {
+                    let loaded = load(&config, &progress)?;
+                    Engine::start(loaded, &config).map_err(Error::Thread)
+                })
+                .await
+                .map_err(|_| Error::EngineStopped)??;
                 verifier.loaded(engine);
                 readiness.set_serving().await;
                 tracing::info!("verify is serving");
                 announcer.announce(&Event::Serving);
-                // The sender is never used: an error is the end of the thread.
-                let _ = ended.await;
-                Err::<(), Error>(Error::EngineStopped)
+                let reason = ended.await;
+                readiness.set_not_serving().await;
+                match reason {
+                    Ok(reason) => {
+                        // Those who wait for an answer or watch the health shall still hear of it.
+                        tokio::time::sleep(FAREWELL).await;
+                        Err::<(), Error>(Error::DeviceLost(reason))
+                    }
+                    Err(_) => Err(Error::EngineStopped),
+                }
             }
         };
         let serving = transport::serve(self.listener, routes, readiness, shutdown);
@@ -110,69 +122,4 @@ pub async fn run(
     }
     .await;
     announcer.announce_failure(served)
-}
-
-/// Loads the target. The receiver resolves when the engine's thread ends, which it does only by a panic.
-fn load(config: &Config, announcer: Announcer) -> Result<(Engine, oneshot::Receiver<()>), Error> {
-    let target = TargetCheckpoint::open(&config.target).map_err(Error::Target)?;
-    let tokenizer = TextTokenizer::open(&config.target).map_err(Error::Target)?;
-    let drafter = config
-        .drafter
-        .as_deref()
-        .map(DrafterCheckpoint::open)
-        .transpose()
-        .map_err(Error::Drafter)?;
-    if let Some(drafter) = &drafter {
-        drafter
-            .check_target(&target.config)
-            .map_err(Error::Drafter)?;
-    }
-    let mut reporter = LoadReporter::new(announcer, "target");
-    let options = TargetOptions {
-        threads: config.threads,
-        kv_tokens: config.kv_tokens,
-        isa: None,
-    };
-    let backend = CpuTarget::load(&target, drafter.as_ref(), &options, &mut |progress| {
-        reporter.update(progress.done_bytes, progress.total_bytes);
-    })?;
-    let instance_id = format!("{:016x}", rand::random::<u64>());
-    let spec = backend.spec().clone();
-    let links = drafter
-        .as_ref()
-        .map(|drafter| {
-            Ok::<_, Error>(Links::new(DrafterIdentity {
-                verifier_instance: instance_id.clone(),
-                fingerprint: Fingerprint::of(drafter, &target, &tokenizer)
-                    .map_err(Error::Drafter)?,
-            }))
-        })
-        .transpose()?;
-    let (queue, ended) = ForwardQueue::start(Box::new(backend)).map_err(Error::Thread)?;
-    let engine = Engine {
-        queue,
-        kv: KvAdmission::new(spec.num_blocks, config.max_waiting),
-        links,
-        vocab_size: spec.vocab_size,
-        context_length: spec.context_length,
-        prefill_chunk: config.prefill_chunk,
-        default_budget: config.default_budget,
-        topk_placement: config.topk_placement,
-        feature_window: config.feature_window,
-        info: pb::GetModelInfoResponse {
-            architecture: spec.architecture.to_owned(),
-            vocab_size: spec.vocab_size as u32,
-            hidden_size: spec.hidden_size as u32,
-            num_layers: spec.num_layers as u32,
-            context_length: spec.context_length as u32,
-            eos_token_ids: target.config.eos_token_ids.clone(),
-            tokenizer_hash: tokenizer.fingerprint().to_owned(),
-            numerics_profile: spec.numerics_profile.clone(),
-            instance_id,
-            max_budget: config.max_budget as u32,
-            block_size: drafter.as_ref().map_or(0, |d| d.config.block_size as u32),
-            default_budget: config.default_budget as u32,
-        },
-    };
-    Ok((engine, ended))
 }

@@ -27,6 +27,7 @@ mod shape;
 mod stored_matrix;
 mod target;
 mod target_config;
+mod tensor_source;
 mod tokenizer;
 
 pub use chat_template::{ChatMessage, ChatTemplate};
@@ -37,4 +38,5 @@ pub use incremental_decoder::IncrementalDecoder;
 pub use stored_matrix::{MatrixFormat, Q4Block, Q8Block, StoredMatrix};
 pub use target::TargetCheckpoint;
 pub use target_config::{Architecture, TargetConfig, TensorSpec};
+pub use tensor_source::TensorSource;
 pub use tokenizer::TextTokenizer;

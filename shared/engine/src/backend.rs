@@ -1,5 +1,6 @@
 //! The seam between the verify service and a target on some device.
 
+use crate::verification::{self, StepBatch, StepOutput};
 use crate::{BlockTable, EngineError, HeadRow, RowBatch};
 
 /// Sizes and identity of a target.
@@ -70,4 +71,42 @@ pub trait Backend: Send {
     /// # Errors
     /// [`EngineError::InvalidBatch`] when `hidden` is not a whole number of rows.
     fn head_topk(&mut self, hidden: &[f32], k: usize) -> Result<Vec<HeadRow>, EngineError>;
+
+    /// One step: all rows and trees in one forward; then every tree's choices, its acceptance walk and the compaction of
+    /// the accepted path.
+    ///
+    /// A failure commits nothing: the caller may run the same positions again.
+    ///
+    /// # Errors
+    /// As [`Backend::forward`] and [`Backend::compact`].
+    fn step(&mut self, batch: &StepBatch<'_>) -> Result<StepOutput, EngineError> {
+        verification::step_by_forward(self, batch)
+    }
+}
+
+impl<B: Backend + ?Sized> Backend for Box<B> {
+    fn spec(&self) -> &TargetSpec {
+        (**self).spec()
+    }
+
+    fn forward(&mut self, batch: &RowBatch<'_>) -> Result<Vec<ForwardOutput>, EngineError> {
+        (**self).forward(batch)
+    }
+
+    fn compact(
+        &mut self,
+        table: &BlockTable,
+        committed: usize,
+        path: &[usize],
+    ) -> Result<(), EngineError> {
+        (**self).compact(table, committed, path)
+    }
+
+    fn head_topk(&mut self, hidden: &[f32], k: usize) -> Result<Vec<HeadRow>, EngineError> {
+        (**self).head_topk(hidden, k)
+    }
+
+    fn step(&mut self, batch: &StepBatch<'_>) -> Result<StepOutput, EngineError> {
+        (**self).step(batch)
+    }
 }

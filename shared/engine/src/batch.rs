@@ -85,37 +85,57 @@ impl SequenceRows<'_> {
         if self.head.len() != rows {
             return invalid(format!("{} head requests for {rows} rows", self.head.len()));
         }
-        if self.table.capacity() < self.committed + rows {
-            return invalid(format!(
-                "{} KV slots for {} rows",
-                self.table.capacity(),
-                self.committed + rows
-            ));
-        }
         if let RowShape::Tree { depths, ancestors } = self.shape
             && (depths.len() != rows || ancestors.len() != rows)
         {
             return invalid(format!("a tree of {} nodes for {rows} rows", depths.len()));
         }
         let gathered = self.head.iter().flatten().filter_map(|h| h.gather);
-        if let Some(token) = self
-            .tokens
-            .iter()
-            .copied()
-            .chain(gathered)
-            .find(|&t| t as usize >= vocab_size)
-        {
-            return Err(EngineError::UnknownToken { token, vocab_size });
-        }
+        check_tokens(self.tokens.iter().copied().chain(gathered), vocab_size)?;
+        check_room(self.table, self.committed, rows)?;
         let position = (0..rows).map(|r| self.position(r)).max().unwrap_or(0);
-        if position >= context_length {
-            return Err(EngineError::ContextOverflow {
-                position,
-                context_length,
-            });
-        }
-        Ok(())
+        check_position(position, context_length)
     }
+}
+
+/// [`EngineError::UnknownToken`] for the first token outside the vocabulary.
+pub(crate) fn check_tokens(
+    mut tokens: impl Iterator<Item = u32>,
+    vocab_size: usize,
+) -> Result<(), EngineError> {
+    match tokens.find(|&token| token as usize >= vocab_size) {
+        Some(token) => Err(EngineError::UnknownToken { token, vocab_size }),
+        None => Ok(()),
+    }
+}
+
+/// [`EngineError::InvalidBatch`] when the table has no room for `rows` more rows.
+pub(crate) fn check_room(
+    table: &BlockTable,
+    committed: usize,
+    rows: usize,
+) -> Result<(), EngineError> {
+    if committed
+        .checked_add(rows)
+        .is_some_and(|all| all <= table.capacity())
+    {
+        return Ok(());
+    }
+    Err(EngineError::InvalidBatch(format!(
+        "{} KV slots for {committed} rows and {rows} more",
+        table.capacity()
+    )))
+}
+
+/// [`EngineError::ContextOverflow`] for a position that the model does not have.
+pub(crate) fn check_position(position: usize, context_length: usize) -> Result<(), EngineError> {
+    if position < context_length {
+        return Ok(());
+    }
+    Err(EngineError::ContextOverflow {
+        position,
+        context_length,
+    })
 }
 
 impl<'a> RowShape<'a> {

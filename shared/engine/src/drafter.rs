@@ -1,8 +1,11 @@
 //! The seam between the draft service and a drafter on some device.
 
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
-use crate::{EngineError, HeadRow};
+use treespec_tree::TokenTree;
+
+use crate::{DraftShape, EngineError, HeadRow, build_draft};
 
 /// Handle of one sequence's context inside a drafter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -42,6 +45,32 @@ pub struct BlockRequest {
     pub context: ContextId,
     /// The decided token at that position.
     pub root_token: u32,
+}
+
+/// One draft to make.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DraftRequest {
+    /// The block that the draft is built from.
+    pub block: BlockRequest,
+    /// Shape of the draft.
+    pub shape: DraftShape,
+    /// Nodes deeper than this are cut from the finished tree, so that a draft near the context length is a part of the
+    /// one that would be made without it.
+    pub max_depth: usize,
+}
+
+/// A draft and what it cost. The passes are shared by a batch, and each draft reports the whole pass: that is how long
+/// it waited for it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Drafted {
+    /// The draft below the request's root.
+    pub tree: TokenTree,
+    /// The drafter's forward.
+    pub forward: Duration,
+    /// The top-k pass over the vocabulary.
+    pub head: Duration,
+    /// Tree construction.
+    pub build: Duration,
 }
 
 /// A block-diffusion drafter (DFlash): context features in, final hidden rows of a block out.
@@ -89,4 +118,99 @@ pub trait Drafter: Send {
     /// # Errors
     /// [`EngineError::NoHead`] when it was loaded without one.
     fn head_topk(&mut self, hidden: &[f32], k: usize) -> Result<Vec<HeadRow>, EngineError>;
+
+    /// Drafts for all requests with one forward and one top-k pass. One result per request, in order.
+    ///
+    /// # Errors
+    /// As [`Drafter::block_hidden`] and [`Drafter::head_topk`]. A failure is one of the whole batch.
+    fn draft(&mut self, requests: &[DraftRequest]) -> Result<Vec<Drafted>, EngineError> {
+        draft_by_block(self, requests)
+    }
+}
+
+/// [`Drafter::draft`] by [`Drafter::block_hidden`], [`Drafter::head_topk`] and [`build_draft`].
+fn draft_by_block<D: Drafter + ?Sized>(
+    drafter: &mut D,
+    requests: &[DraftRequest],
+) -> Result<Vec<Drafted>, EngineError> {
+    let started = Instant::now();
+    let blocks: Vec<BlockRequest> = requests.iter().map(|request| request.block).collect();
+    let hidden = drafter.block_hidden(&blocks)?;
+    let forward = started.elapsed();
+
+    let started = Instant::now();
+    let spec = drafter.spec();
+    let (block_size, hidden_size, vocab_size) =
+        (spec.block_size, spec.hidden_size, spec.vocab_size);
+    let width = block_size.saturating_sub(1) * hidden_size;
+    if width == 0 || hidden.len() != requests.len() * width {
+        return Err(EngineError::InvalidBatch(format!(
+            "the drafter returned {} values for {} blocks of {width}",
+            hidden.len(),
+            requests.len()
+        )));
+    }
+    let mut needed = Vec::with_capacity(hidden.len());
+    let mut candidates = 0;
+    for (request, block) in requests.iter().zip(hidden.chunks_exact(width)) {
+        needed.extend_from_slice(&block[..request.shape.depths(block_size) * hidden_size]);
+        // A builder reads no further than its budget, so the widest request serves all.
+        candidates = candidates.max(request.shape.candidates_per_depth(vocab_size));
+    }
+    let mut rows = drafter.head_topk(&needed, candidates)?.into_iter();
+    let head = started.elapsed();
+
+    let drafts = requests.iter().map(|request| {
+        let started = Instant::now();
+        let depths = request.shape.depths(block_size);
+        let rows: Vec<HeadRow> = rows.by_ref().take(depths).collect();
+        let mut tree = build_draft(request.block.root_token, &rows, request.shape);
+        tree.truncate_depth(u32::try_from(request.max_depth).unwrap_or(u32::MAX));
+        Drafted {
+            tree,
+            forward,
+            head,
+            build: started.elapsed(),
+        }
+    });
+    Ok(drafts.collect())
+}
+
+impl<D: Drafter + ?Sized> Drafter for Box<D> {
+    fn spec(&self) -> &DrafterSpec {
+        (**self).spec()
+    }
+
+    fn open(&mut self) -> Result<ContextId, EngineError> {
+        (**self).open()
+    }
+
+    fn close(&mut self, context: ContextId) {
+        (**self).close(context);
+    }
+
+    fn context(&self, context: ContextId) -> Result<Range<u32>, EngineError> {
+        (**self).context(context)
+    }
+
+    fn append_context(
+        &mut self,
+        context: ContextId,
+        start: u32,
+        rows: &[f32],
+    ) -> Result<(), EngineError> {
+        (**self).append_context(context, start, rows)
+    }
+
+    fn block_hidden(&mut self, blocks: &[BlockRequest]) -> Result<Vec<f32>, EngineError> {
+        (**self).block_hidden(blocks)
+    }
+
+    fn head_topk(&mut self, hidden: &[f32], k: usize) -> Result<Vec<HeadRow>, EngineError> {
+        (**self).head_topk(hidden, k)
+    }
+
+    fn draft(&mut self, requests: &[DraftRequest]) -> Result<Vec<Drafted>, EngineError> {
+        (**self).draft(requests)
+    }
 }

@@ -1,5 +1,7 @@
 use treespec_checkpoint::CheckpointError;
 
+use crate::DeviceChoice;
+
 /// What can go wrong in a model. Messages are one line and name the value at fault.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
@@ -67,4 +69,30 @@ pub enum EngineError {
         /// Index among the head rows of the call.
         row: usize,
     },
+    /// A device that this program was built without.
+    #[error("{0} needs a build with CUDA: rebuild with `--features cuda`")]
+    DeviceNotBuilt(DeviceChoice),
+    /// The device cannot be opened, or its kernels cannot be compiled. An error of the start.
+    #[error("{0}")]
+    Device(String),
+    /// The device failed in a way that it does not recover from. Every later call fails too.
+    #[error("the device is lost: {0}")]
+    DeviceLost(String),
+    /// The device has no memory left for a call.
+    #[error("{what} needs {wanted_bytes} bytes of device memory, {free_bytes} are free")]
+    OutOfDeviceMemory {
+        /// Bytes asked for.
+        wanted_bytes: u64,
+        /// Bytes left.
+        free_bytes: u64,
+        /// What they were for.
+        what: String,
+    },
+}
+
+impl EngineError {
+    /// True when the model cannot be used any more.
+    pub fn is_fatal(&self) -> bool {
+        matches!(self, Self::DeviceLost(_))
+    }
 }

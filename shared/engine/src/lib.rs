@@ -1,7 +1,8 @@
 //! The models: the target that verifies a tree in one forward, and the DFlash drafter that proposes it.
 //!
-//! The two seams are the traits [`Backend`] (a target on some device) and [`Drafter`]. Everything above them
-//! (services, scheduling, acceptance) is the same for every device. [`cpu`] implements both in f32.
+//! The seams are the traits [`Backend`] (a target on some device), [`Drafter`], and [`Speculator`] (a target that hosts
+//! its drafter). Everything above them (services, scheduling) is the same for every device. [`cpu`] implements the
+//! first two in f32, and [`Colocated`] makes the third of any pair.
 //!
 //! One property holds throughout and is what makes speculation lossless: a row's results are a *bitwise*
 //! function of the token ids and positions on its own path. How many other rows run with it, in which batch,
@@ -10,17 +11,27 @@
 mod backend;
 mod batch;
 pub mod cpu;
+mod device;
+mod draft_contexts;
 mod draft_tree;
 mod drafter;
 mod error;
 mod head_topk;
 mod kv_cache;
+mod rotary;
+mod speculator;
+pub mod verification;
 
 pub use backend::{Backend, ForwardOutput, LoadProgress, TargetSpec};
 pub use batch::{HeadRequest, RowBatch, RowShape, SequenceRows};
 pub use cpu::{CpuDrafter, CpuTarget, DrafterOptions, TargetOptions};
+pub use device::{DeviceChoice, UnknownDevice};
+pub use draft_contexts::{DraftContext, DraftContexts};
 pub use draft_tree::{DraftShape, build_draft};
-pub use drafter::{BlockRequest, ContextId, Drafter, DrafterSpec};
+pub use drafter::{BlockRequest, ContextId, DraftRequest, Drafted, Drafter, DrafterSpec};
 pub use error::EngineError;
 pub use head_topk::{HeadRow, ScoredToken};
 pub use kv_cache::{BLOCK_TOKENS, BlockId, BlockPool, BlockTable};
+pub use rotary::inverse_frequencies;
+pub use speculator::{Colocated, Speculated, SpeculativeStep, Speculator};
+pub use verification::{step_by_forward, StepBatch, StepOutput, TreeRows, VerifiedTree};

@@ -5,8 +5,11 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use tonic::transport::Channel;
+use treespec_engine::DeviceChoice;
 use treespec_rpc::proto::verify::v1::verify_service_client::VerifyServiceClient;
 use treespec_rpc::transport;
+
+use treespec_verify::DraftPlacement;
 
 use crate::{Client, Service, TopkPlacement};
 
@@ -32,6 +35,7 @@ pub struct ClusterBuilder {
     drafter: Option<PathBuf>,
     drafted_with: Option<PathBuf>,
     placement: TopkPlacement,
+    draft_placement: DraftPlacement,
     verifiers: usize,
     drafters: usize,
     more_draft_endpoints: Vec<String>,
@@ -47,6 +51,7 @@ impl Cluster {
             drafter: None,
             drafted_with: None,
             placement: TopkPlacement::Draft,
+            draft_placement: DraftPlacement::Remote,
             verifiers: 1,
             drafters: 1,
             more_draft_endpoints: Vec::new(),
@@ -85,6 +90,13 @@ impl ClusterBuilder {
         self
     }
 
+    /// The drafter runs in the verifiers; no draft service is started.
+    pub fn local_drafter(mut self) -> Self {
+        self.draft_placement = DraftPlacement::Local;
+        self.drafters = 0;
+        self
+    }
+
     /// How many verifiers.
     pub fn verifiers(mut self, count: usize) -> Self {
         self.verifiers = count;
@@ -109,7 +121,7 @@ impl ClusterBuilder {
         self
     }
 
-    /// Sequences that each draft service holds, 8 when not called.
+    /// Sequences that each draft service, or each verifier with its drafter, holds; 8 when not called.
     pub fn max_sequences(mut self, count: usize) -> Self {
         self.max_sequences = count;
         self
@@ -121,6 +133,9 @@ impl ClusterBuilder {
             listen: any_port(),
             target: self.target.clone(),
             drafter: self.drafter.clone(),
+            device: DeviceChoice::Cpu,
+            draft_placement: self.draft_placement,
+            drafter_contexts: self.max_sequences,
             threads: THREADS,
             kv_tokens: self.kv_tokens,
             prefill_chunk: PREFILL_CHUNK,
@@ -142,6 +157,7 @@ impl ClusterBuilder {
             drafter,
             target: self.target.clone(),
             threads: NonZeroUsize::new(THREADS),
+            device: DeviceChoice::Cpu,
             context_window: 2_048,
             max_sequences: self.max_sequences,
             no_head: false,

@@ -4,6 +4,7 @@ use std::future::pending;
 
 use treespec_rpc::transport;
 use treespec_telemetry::Announcer;
+use treespec_verify::LoadedTarget;
 
 use crate::Service;
 use crate::service::{Launched, line};
@@ -14,7 +15,20 @@ impl Service {
     /// # Panics
     /// When the configuration is wrong or the port cannot be had.
     pub async fn verifier(config: treespec_verify::Config) -> Self {
+        Self::verifier_with(config, treespec_verify::load).await
+    }
+
+    /// A verifier of any model.
+    ///
+    /// # Panics
+    /// As [`Service::verifier`].
+    pub async fn verifier_with<L>(config: treespec_verify::Config, load: L) -> Self
+    where
+        L: Fn(&treespec_verify::Config, &Announcer) -> Result<LoadedTarget, treespec_verify::Error>,
+        L: Clone + Send + 'static,
+    {
         Self::launch(move |listen| {
+            let load = load.clone();
             let config = treespec_verify::Config {
                 listen,
                 ..config.clone()
@@ -23,7 +37,9 @@ impl Service {
                 let server = treespec_verify::Server::bind(config).await.map_err(line)?;
                 Ok(Launched {
                     address: server.local_addr(),
-                    serving: Box::pin(async { server.serve(pending()).await.map_err(line) }),
+                    serving: Box::pin(async {
+                        server.serve_with(load, pending()).await.map_err(line)
+                    }),
                 })
             }
         })

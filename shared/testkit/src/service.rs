@@ -118,6 +118,19 @@ impl Service {
             .unwrap_or_else(|_| panic!("the service never became {wanted:?}"));
     }
 
+    /// Waits until it ends by itself. An error is its reason in one line.
+    ///
+    /// # Panics
+    /// When it goes on for too long, or was killed.
+    pub async fn wait_for_end(&mut self) -> Result<(), String> {
+        let task = self.task.take().expect("the service was not killed");
+        match timeout(PATIENCE, task).await {
+            Ok(Ok(outcome)) => outcome,
+            Ok(Err(error)) => panic!("the service's task failed: {error}"),
+            Err(_) => panic!("the service goes on"),
+        }
+    }
+
     /// Ends it as a crash would: connections break, nothing is told to anybody. The port is free when this returns.
     pub async fn kill(&mut self) {
         if let Some(task) = self.task.take() {

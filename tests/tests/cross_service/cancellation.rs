@@ -5,7 +5,7 @@ use std::time::Instant;
 use treespec_rpc::proto::verify::v1::StepTree;
 use treespec_testkit::{AnswerStream, Ask, Client, Mode};
 
-use crate::models::{FIT, QWEN3, cluster};
+use crate::models::{FIT, Placement, QWEN3, cluster};
 
 const KV_TOKENS: usize = 1_024;
 const BUDGET: usize = 8;
@@ -34,7 +34,17 @@ async fn hold(client: &Client) -> AnswerStream {
 
 #[tokio::test]
 async fn a_dropped_stream_frees_its_cache_and_its_drafter_context() {
-    let cluster = cluster(QWEN3, FIT)
+    dropped_streams(Placement::Draft).await;
+}
+
+#[tokio::test]
+async fn a_dropped_stream_frees_its_cache_and_its_context_of_a_drafter_in_the_verifier() {
+    dropped_streams(Placement::Local).await;
+}
+
+async fn dropped_streams(placement: Placement) {
+    let cluster = placement
+        .cluster(QWEN3, FIT)
         .kv_tokens(KV_TOKENS)
         // The drafter's only context is as scarce as the cache.
         .max_sequences(1)

@@ -1,10 +1,10 @@
 //! Requests that run together answer as they would alone.
 
 use futures_util::future::join_all;
-use treespec_testkit::{Answer, Ask, Mode, TopkPlacement};
+use treespec_testkit::{Answer, Ask, Mode};
 use treespec_tests::{Expected, case_json};
 
-use crate::models::{FIT, QWEN3, cluster};
+use crate::models::{FIT, Placement, QWEN3};
 
 const MODES: [Mode; 6] = [
     Mode::Ar,
@@ -29,8 +29,12 @@ async fn six_requests_of_different_modes_and_prompts_answer_as_alone() {
                 .top_logprobs(3)
         })
         .collect();
-    for placement in [TopkPlacement::Draft, TopkPlacement::Verify] {
-        let cluster = cluster(QWEN3, FIT).placement(placement).start().await;
+    for placement in [
+        Placement::Draft,
+        Placement::DraftWithoutTopk,
+        Placement::Local,
+    ] {
+        let cluster = placement.cluster(QWEN3, FIT).start().await;
         let client = cluster.client();
         let together = join_all(asks.iter().map(|ask| client.generate(ask.clone()))).await;
         for ((ask, together), expected) in asks.iter().zip(together).zip(&expected.prompts) {

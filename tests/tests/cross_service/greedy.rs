@@ -2,10 +2,10 @@
 
 use futures_util::future::join_all;
 use treespec_rpc::proto::verify::v1::FinishReason;
-use treespec_testkit::{Answer, Ask, Client, Mode, TopkPlacement};
+use treespec_testkit::{Answer, Ask, Client, Mode};
 use treespec_tests::{Expected, ExpectedPrompt, TOLERANCE, case_json};
 
-use crate::models::{FIT, LLAMA, QWEN3, RANDOM, cluster, top};
+use crate::models::{FIT, LLAMA, Placement, QWEN3, RANDOM, top};
 
 const MODES: [Mode; 8] = [
     Mode::Ar,
@@ -20,28 +20,38 @@ const MODES: [Mode; 8] = [
 
 #[tokio::test]
 async fn llama_decodes_like_the_reference_with_the_top_k_pass_at_the_drafter() {
-    every_mode(LLAMA, TopkPlacement::Draft).await;
+    every_mode(LLAMA, Placement::Draft).await;
 }
 
 #[tokio::test]
 async fn llama_decodes_like_the_reference_with_the_top_k_pass_at_the_verifier() {
-    every_mode(LLAMA, TopkPlacement::Verify).await;
+    every_mode(LLAMA, Placement::DraftWithoutTopk).await;
 }
 
 #[tokio::test]
 async fn qwen3_decodes_like_the_reference_with_the_top_k_pass_at_the_drafter() {
-    every_mode(QWEN3, TopkPlacement::Draft).await;
+    every_mode(QWEN3, Placement::Draft).await;
 }
 
 #[tokio::test]
 async fn qwen3_decodes_like_the_reference_with_the_top_k_pass_at_the_verifier() {
-    every_mode(QWEN3, TopkPlacement::Verify).await;
+    every_mode(QWEN3, Placement::DraftWithoutTopk).await;
 }
 
-async fn every_mode(case: &str, placement: TopkPlacement) {
+#[tokio::test]
+async fn llama_decodes_like_the_reference_with_the_drafter_in_the_verifier() {
+    every_mode(LLAMA, Placement::Local).await;
+}
+
+#[tokio::test]
+async fn qwen3_decodes_like_the_reference_with_the_drafter_in_the_verifier() {
+    every_mode(QWEN3, Placement::Local).await;
+}
+
+async fn every_mode(case: &str, placement: Placement) {
     let expected: Expected = case_json(case, "expected.json");
     for drafter in [RANDOM, FIT] {
-        let cluster = cluster(case, drafter).placement(placement).start().await;
+        let cluster = placement.cluster(case, drafter).start().await;
         let client = cluster.client();
         let plain = answers(&client, &expected, Mode::Ar).await;
         for mode in MODES {

@@ -10,6 +10,7 @@ mod endings;
 mod fuzzing;
 mod greedy;
 mod health;
+mod local_drafter;
 mod malformed;
 mod models;
 mod reflection;

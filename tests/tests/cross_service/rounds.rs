@@ -1,10 +1,10 @@
 //! The reference's rounds and trees, round by round.
 
 use treespec_rpc::proto::verify::v1::StepTree;
-use treespec_testkit::{Answer, Ask, Client, Mode, TopkPlacement};
+use treespec_testkit::{Answer, Ask, Client, Mode};
 use treespec_tests::{DENSE_CASES, DraftTree, DrafterExpected, Round, TOLERANCE, case_json};
 
-use crate::models::cluster;
+use crate::models::Placement;
 
 const FILES: [&str; 3] = [
     "drafter_expected.json",
@@ -14,20 +14,25 @@ const FILES: [&str; 3] = [
 
 #[tokio::test]
 async fn rounds_and_trees_are_those_of_the_reference_with_the_top_k_pass_at_the_drafter() {
-    every_file(TopkPlacement::Draft).await;
+    every_file(Placement::Draft).await;
 }
 
 #[tokio::test]
 async fn rounds_and_trees_are_those_of_the_reference_with_the_top_k_pass_at_the_verifier() {
-    every_file(TopkPlacement::Verify).await;
+    every_file(Placement::DraftWithoutTopk).await;
 }
 
-async fn every_file(placement: TopkPlacement) {
+#[tokio::test]
+async fn rounds_and_trees_are_those_of_the_reference_with_the_drafter_in_the_verifier() {
+    every_file(Placement::Local).await;
+}
+
+async fn every_file(placement: Placement) {
     for case in DENSE_CASES {
         for file in FILES {
             let expected: DrafterExpected = case_json(case, file);
             let drafter = expected.meta.drafter.trim_end_matches('/');
-            let cluster = cluster(case, drafter).placement(placement).start().await;
+            let cluster = placement.cluster(case, drafter).start().await;
             for run in expected.runs.keys() {
                 let what = format!("{case} {file} {placement:?} {run}");
                 check_run(&cluster.client(), &expected, run, &what).await;

@@ -5,5 +5,6 @@
 mod drafter_reference;
 mod harness;
 mod row_invariance;
+mod steps;
 mod target_reference;
 mod tree_properties;

@@ -71,6 +71,9 @@ fn an_endpoint_excludes_an_own_cluster() {
         "--no-drafter",
         "--threads 2",
         "--topk-placement draft",
+        "--draft-placement local",
+        "--device cpu",
+        "--draft-device cpu",
     ] {
         let line = format!("treespec generate --prompt a --endpoint http://h:1 {flag}");
         assert_eq!(
@@ -89,6 +92,9 @@ fn bad_values_are_usage_errors() {
         "--budget x",
         "--temperature warm",
         "--topk-placement moon",
+        "--draft-placement moon",
+        "--device gpu",
+        "--draft-device cuda:-1",
     ] {
         let line = format!("treespec generate --prompt a {flags}");
         assert_eq!(
@@ -114,6 +120,13 @@ fn bench_and_inspect_parse_their_documented_lines() {
         "treespec inspect tree - --budget 8 --json",
         "treespec inspect step --prompt hello --mode tree:8 --max-tokens 20",
         "treespec up --port 0 --target p --drafter d --topk-placement verify",
+        "treespec up --device cuda:1 --draft-device cuda:2",
+        "treespec bench sweep --device cuda --draft-placement local",
+        "treespec bench parity --draft-placement remote --device cpu",
+        "treespec bench step --device cuda:0",
+        "treespec bench step --shape qwen3-8b --rows 1,8,16 --context 512 --device cuda:0 --json out.json",
+        "treespec bench topk --vocab 49152,151936 --hidden 4096 --rows 15 --k 64 --device cuda:0 --json out.json",
+        "treespec bench engine --modes ar,chain,tree:8 --reference f.json --repeats 5 --batch 4 --device cuda",
     ] {
         assert!(parse(line).is_ok(), "{line}");
     }

@@ -116,7 +116,11 @@ async fn compare(
             progress.set_message(format!("prompt {index} {mode}"));
             let request = greedy_request(&prompt.prompt, max_tokens, mode);
             let answer = client.generate(request, |_| Ok(())).await?;
-            outcome.add(index, &answer, prompt.compare(mode, max_tokens, &answer));
+            outcome.add(
+                index,
+                &answer,
+                prompt.compare(mode, max_tokens, (&answer).into()),
+            );
             progress.inc(1);
         }
     }

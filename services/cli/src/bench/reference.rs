@@ -1,4 +1,4 @@
-//! The reference answers that `bench parity` compares with.
+//! The reference answers that `bench parity` and `bench engine` compare with.
 
 use std::{collections::HashMap, fs, path::Path};
 
@@ -6,6 +6,57 @@ use anyhow::{Context as _, Result};
 use serde::Deserialize;
 
 use crate::{answer::Answer, mode::Mode};
+
+/// What is compared with a reference answer, wherever it was generated.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Generated<'a> {
+    /// Length of the prompt.
+    pub(super) prompt_tokens: u32,
+    /// The answer.
+    pub(super) token_ids: &'a [u32],
+    /// Accepted counts.
+    pub(super) rounds: &'a [u32],
+}
+
+impl<'a> From<&'a Answer> for Generated<'a> {
+    fn from(answer: &'a Answer) -> Self {
+        Self {
+            prompt_tokens: answer.usage.prompt_tokens,
+            token_ids: &answer.token_ids,
+            rounds: &answer.stats.rounds,
+        }
+    }
+}
+
+/// The first place where a list differs from the reference's; a missing value is `None`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Difference {
+    /// Index, counted from 0.
+    pub(super) position: usize,
+    /// What there is.
+    pub(super) got: Option<u32>,
+    /// What the reference has.
+    pub(super) expected: Option<u32>,
+}
+
+impl Difference {
+    /// `None` when the lists are equal.
+    fn first(got: &[u32], expected: &[u32]) -> Option<Self> {
+        (0..got.len().max(expected.len()))
+            .map(|position| Self {
+                position,
+                got: got.get(position).copied(),
+                expected: expected.get(position).copied(),
+            })
+            .find(|difference| difference.got != difference.expected)
+    }
+
+    /// Both values in words.
+    pub(super) fn values(&self) -> String {
+        let shown = |value: Option<u32>| value.map_or("nothing".to_owned(), |id| id.to_string());
+        format!("{}, expected {}", shown(self.got), shown(self.expected))
+    }
+}
 
 /// Prompt and answer together in the reference file.
 const REFERENCE_LENGTH: u32 = 512;
@@ -67,31 +118,53 @@ impl ReferencePrompt {
     }
 
     /// Compares the answer of at most `max_tokens` tokens in `mode`.
-    pub(super) fn compare(&self, mode: Mode, max_tokens: u32, answer: &Answer) -> Comparison {
+    pub(super) fn compare(
+        &self,
+        mode: Mode,
+        max_tokens: u32,
+        generated: Generated<'_>,
+    ) -> Comparison {
         let ids = self.expected_ids(max_tokens);
         let rounds = self.expected_rounds(mode, ids.len());
         Comparison {
-            ids: self.compare_ids(ids, answer),
+            ids: self.compare_ids(ids, generated),
             rounds: rounds.map(|expected| RoundsComparison {
                 expected_steps: expected.accepted.len(),
-                outcome: expected.compare(&answer.stats.rounds),
+                outcome: expected.compare(generated.rounds),
             }),
         }
     }
 
-    fn compare_ids(&self, expected: &[u32], answer: &Answer) -> Result<(), String> {
-        if answer.usage.prompt_tokens != self.prompt_tokens {
-            return Err(format!(
-                "the prompt has {} tokens, the reference {}: tokenizer or chat template differ",
-                answer.usage.prompt_tokens, self.prompt_tokens
-            ));
+    /// The first difference of an answer of at most `max_tokens` tokens.
+    pub(super) fn first_difference(
+        &self,
+        max_tokens: u32,
+        token_ids: &[u32],
+    ) -> Option<Difference> {
+        Difference::first(token_ids, self.expected_ids(max_tokens))
+    }
+
+    /// Whether a prompt of `tokens` tokens is the reference's.
+    pub(super) fn compare_prompt(&self, tokens: u32) -> Result<(), String> {
+        if tokens == self.prompt_tokens {
+            return Ok(());
         }
-        let Some((position, got, wanted)) = first_difference(&answer.token_ids, expected) else {
+        Err(format!(
+            "the prompt has {tokens} tokens, the reference {}: tokenizer or chat template differ",
+            self.prompt_tokens
+        ))
+    }
+
+    fn compare_ids(&self, expected: &[u32], generated: Generated<'_>) -> Result<(), String> {
+        self.compare_prompt(generated.prompt_tokens)?;
+        let Some(difference) = Difference::first(generated.token_ids, expected) else {
             return Ok(());
         };
         Err(format!(
-            "token {position} (step {}) is {got}, expected {wanted}; smallest top-1/top-2 gap of the reference {:.1e}",
-            rounds_for(&answer.stats.rounds, position + 1),
+            "token {} (step {}) is {}; smallest top-1/top-2 gap of the reference {:.1e}",
+            difference.position,
+            rounds_for(generated.rounds, difference.position + 1),
+            difference.values(),
             self.min_top1_top2_gap
         ))
     }
@@ -139,10 +212,11 @@ impl ExpectedRounds<'_> {
         {
             return Ok(());
         }
-        first_difference(got, self.accepted).map_or(Ok(()), |(step, got, wanted)| {
+        Difference::first(got, self.accepted).map_or(Ok(()), |difference| {
             Err(format!(
-                "step {} accepted {got}, expected {wanted}",
-                step + 1
+                "step {} accepted {}",
+                difference.position + 1,
+                difference.values()
             ))
         })
     }
@@ -161,22 +235,8 @@ fn rounds_for(rounds: &[u32], tokens: usize) -> usize {
         .count()
 }
 
-/// Index and both values of the first difference; a missing value is `nothing`.
-fn first_difference(got: &[u32], expected: &[u32]) -> Option<(usize, String, String)> {
-    let shown = |values: &[u32], index: usize| {
-        values
-            .get(index)
-            .map_or_else(|| "nothing".to_owned(), u32::to_string)
-    };
-    (0..got.len().max(expected.len()))
-        .find(|&index| got.get(index) != expected.get(index))
-        .map(|index| (index, shown(got, index), shown(expected, index)))
-}
-
 #[cfg(test)]
 mod tests {
-    use treespec_rpc::proto::verify::v1::{SpeculationStats, Usage};
-
     use super::*;
 
     const TREE: Mode = Mode::Tree(Some(8));
@@ -191,18 +251,11 @@ mod tests {
         }
     }
 
-    fn answer(token_ids: &[u32], rounds: &[u32]) -> Answer {
-        Answer {
-            token_ids: token_ids.to_vec(),
-            usage: Usage {
-                prompt_tokens: 4,
-                ..Default::default()
-            },
-            stats: SpeculationStats {
-                rounds: rounds.to_vec(),
-                ..Default::default()
-            },
-            ..Default::default()
+    fn generated<'a>(token_ids: &'a [u32], rounds: &'a [u32]) -> Generated<'a> {
+        Generated {
+            prompt_tokens: 4,
+            token_ids,
+            rounds,
         }
     }
 
@@ -233,20 +286,20 @@ mod tests {
 
     #[test]
     fn answers_are_compared_up_to_the_limit() {
-        let whole = answer(&[10, 11, 12, 13, 14, 2], &[1, 2]);
+        let whole = generated(&[10, 11, 12, 13, 14, 2], &[1, 2]);
         let same = RoundsComparison {
             expected_steps: 2,
             outcome: Ok(()),
         };
         assert_eq!(
-            prompt().compare(TREE, 508, &whole),
+            prompt().compare(TREE, 508, whole),
             Comparison {
                 ids: Ok(()),
                 rounds: Some(same)
             }
         );
         assert_eq!(
-            prompt().compare(Mode::Ar, 508, &whole),
+            prompt().compare(Mode::Ar, 508, whole),
             Comparison {
                 ids: Ok(()),
                 rounds: None
@@ -254,27 +307,38 @@ mod tests {
         );
         assert!(
             prompt()
-                .compare(TREE, 3, &answer(&[10, 11, 12], &[1]))
+                .compare(TREE, 3, generated(&[10, 11, 12], &[1]))
                 .ids
                 .is_ok()
         );
 
-        let other = answer(&[10, 11, 12, 99, 14, 2], &[1, 2]);
-        let told = prompt().compare(TREE, 508, &other).ids.unwrap_err();
+        let other = generated(&[10, 11, 12, 99, 14, 2], &[1, 2]);
+        let told = prompt().compare(TREE, 508, other).ids.unwrap_err();
         assert!(
             told.starts_with("token 3 (step 2) is 99, expected 13"),
             "{told}"
         );
-        let short = answer(&[10, 11], &[1]);
-        let told = prompt().compare(TREE, 508, &short).ids.unwrap_err();
+        let difference = prompt().first_difference(508, other.token_ids);
+        assert_eq!(
+            difference,
+            Some(Difference {
+                position: 3,
+                got: Some(99),
+                expected: Some(13)
+            })
+        );
+        let short = generated(&[10, 11], &[1]);
+        let told = prompt().compare(TREE, 508, short).ids.unwrap_err();
         assert!(told.contains("is nothing, expected 12"), "{told}");
     }
 
     #[test]
     fn another_prompt_is_a_difference() {
-        let mut other = answer(&[10], &[]);
-        other.usage.prompt_tokens = 5;
-        let told = prompt().compare(TREE, 1, &other).ids.unwrap_err();
+        let other = Generated {
+            prompt_tokens: 5,
+            ..generated(&[10], &[])
+        };
+        let told = prompt().compare(TREE, 1, other).ids.unwrap_err();
         assert!(told.contains("chat template"), "{told}");
     }
 

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result};
 use serde::Serialize;
 
 /// Version of [`Report`]'s fields; grows when one changes its meaning or goes away.
-const SCHEMA_VERSION: u32 = 1;
+const SCHEMA_VERSION: u32 = 2;
 
 /// One benchmark run as JSON. `Config` and `Results` belong to the benchmark.
 #[derive(Debug, Serialize)]
@@ -31,6 +31,9 @@ pub(crate) struct Report<Config, Results> {
 struct Machine {
     cpu: Option<String>,
     cores: usize,
+    /// The GPU that was measured, where this process used one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gpu: Option<String>,
 }
 
 impl<Config: Serialize, Results: Serialize> Report<Config, Results> {
@@ -45,11 +48,19 @@ impl<Config: Serialize, Results: Serialize> Report<Config, Results> {
                     .ok()
                     .and_then(|info| cpu_model(&info)),
                 cores: thread::available_parallelism().map_or(1, usize::from),
+                gpu: None,
             },
             revision: revision(),
             config,
             results,
         }
+    }
+
+    /// Names the GPU that was measured.
+    #[must_use]
+    pub(crate) fn with_gpu(mut self, name: Option<String>) -> Self {
+        self.machine.gpu = name;
+        self
     }
 
     /// Writes the report to `path`.
@@ -86,6 +97,17 @@ fn revision() -> Option<String> {
         .filter(|output| output.status.success())?;
     let text = String::from_utf8(output.stdout).ok()?;
     Some(text.trim().to_owned())
+}
+
+/// Milliseconds for a table: four digits, and no finer than a microsecond.
+pub(crate) fn milliseconds(value: f64) -> String {
+    let decimals = match value {
+        value if value < 10.0 => 3,
+        value if value < 100.0 => 2,
+        value if value < 1000.0 => 1,
+        _ => 0,
+    };
+    format!("{value:.decimals$}")
 }
 
 /// A table with right-aligned cells under left-aligned first cells.
@@ -165,11 +187,17 @@ mod tests {
             .unwrap();
         let json: serde_json::Value =
             serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
-        assert_eq!(json["schema_version"], 1);
+        assert_eq!(json["schema_version"], 2);
         assert_eq!(json["command"], "bench sweep");
         assert!(json["machine"]["cores"].as_u64().unwrap() > 0);
         assert_eq!(json["config"]["a"], 1);
         assert_eq!(json["results"][0], 1);
+    }
+
+    #[test]
+    fn milliseconds_have_four_digits() {
+        let shown = [0.0051, 0.25, 9.7, 44.61, 250.0, 1234.5].map(milliseconds);
+        assert_eq!(shown, ["0.005", "0.250", "9.700", "44.61", "250.0", "1234"]);
     }
 
     #[test]

@@ -1,13 +1,23 @@
-//! `treespec bench step`: what one target forward costs by its number of rows.
+//! `treespec bench step`: what the verification of a tree costs by its number of rows.
+
+mod shape;
+mod work;
 
 use std::{num::NonZeroUsize, path::PathBuf, time::Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use serde::Serialize;
+use treespec_checkpoint::TargetConfig;
 
+use self::{
+    shape::{Shape, weight_bytes},
+    work::{Work, token},
+};
 use super::{
-    report::{Report, Table},
-    statistics::Spread,
+    gpu::Gpu,
+    kernels::{self, KernelClass},
+    report::{Report, Table, milliseconds},
+    statistics::{Spread, ratio},
 };
 use crate::{
     local_target::{LocalTarget, open_drafter, open_target},
@@ -15,13 +25,13 @@ use crate::{
     stdout,
 };
 
-/// Spreads the tokens over the embedding, so that no forward finds its rows in the cache by luck.
-const TOKEN_STRIDE: usize = 7919;
+/// Steps of each number of rows whose kernels are timed one by one.
+const PROFILED_STEPS: u32 = 5;
 
 /// Flags of `treespec bench step`.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct StepArgs {
-    /// Rows of a forward: the root and the nodes of a tree
+    /// Rows of a step: the root and the nodes of a tree; above 256 the rows of a prompt
     #[arg(
         long,
         value_delimiter = ',',
@@ -35,6 +45,14 @@ pub(crate) struct StepArgs {
     /// How often each number of rows is run
     #[arg(long, default_value_t = 20, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub repetitions: u32,
+    /// Random weights of this shape instead of a model (GPU only)
+    #[arg(
+        long,
+        value_enum,
+        value_name = "SHAPE",
+        conflicts_with_all = ["target", "drafter", "no_drafter"]
+    )]
+    pub shape: Option<Shape>,
     /// Also write the figures to this file
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
@@ -48,15 +66,44 @@ struct StepConfig {
     numerics_profile: String,
     /// The drafter's features are computed too, as in a service that speculates.
     features: bool,
+    device: String,
     threads: Option<NonZeroUsize>,
     context: u32,
     repetitions: u32,
+    #[serde(flatten)]
+    bandwidth: Option<Bandwidth>,
+}
+
+/// What a step on a GPU can reach at best.
+#[derive(Debug, Clone, Copy, Serialize)]
+struct Bandwidth {
+    /// Bytes of the weights that a step reads.
+    weight_bytes: u64,
+    /// Bytes a second that a copy reads and writes, measured before and after the steps.
+    copy_bytes_per_second: Spread,
+}
+
+impl Bandwidth {
+    /// The share of the copy's rate at which a step of `milliseconds` reads the weights.
+    fn share(&self, milliseconds: f64) -> f64 {
+        let rate = ratio(self.weight_bytes as f64, milliseconds / 1e3);
+        ratio(rate, self.copy_bytes_per_second.median)
+    }
 }
 
 #[derive(Debug, Serialize)]
 struct RowsResult {
     rows: usize,
-    forward_ms: Spread,
+    ms: Spread,
+    /// Against one row, where that is measured, too: the spread of the quotients of each repetition.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    to_one_row: Option<Spread>,
+    /// Share of the copy's rate at which the weights are read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    share_of_copy: Option<f64>,
+    /// The step by kind of kernel, from steps whose kernels were timed one by one.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    kernels: Vec<KernelClass>,
 }
 
 /// Runs the benchmark, prints the table and writes the JSON report.
@@ -68,89 +115,275 @@ pub(crate) fn run(args: &StepArgs) -> Result<()> {
         !args.rows.is_empty() && !args.rows.contains(&0),
         "--rows needs positive numbers"
     );
-    let paths = args.models.resolve()?;
-    let checkpoint = open_target(&paths.target)?;
-    let drafter = paths
-        .drafter
-        .map(|path| open_drafter(&path, &checkpoint))
-        .transpose()?;
-    let most_rows = args.rows.iter().copied().max().unwrap_or(1);
-    let context = args.context as usize;
-    ensure!(
-        most_rows <= checkpoint.config.context_length.saturating_sub(context),
-        "{context} committed tokens and {most_rows} rows exceed the context length {}",
-        checkpoint.config.context_length
-    );
-    let mut target = LocalTarget::load(
-        &checkpoint,
-        drafter.as_ref(),
-        args.models.threads,
-        context + most_rows,
-    )?;
-
-    let vocabulary = target.vocabulary().len();
-    let tokens: Vec<u32> = (0..context + most_rows)
-        .map(|index| (index * TOKEN_STRIDE % vocabulary) as u32)
+    let mut subject = Subject::load(args)?;
+    let vocabulary = subject.target.vocabulary().len();
+    let works = args
+        .rows
+        .iter()
+        .map(|&rows| Work::new(rows, vocabulary))
+        .collect::<Result<Vec<_>>>()?;
+    let prompt: Vec<u32> = (0..args.context as usize)
+        .map(|index| token(index, vocabulary))
         .collect();
-    target.prefill(&tokens[..context], false)?;
-    let results = measure(&mut target, &tokens[context..], args, drafter.is_some())?;
+    subject.target.prefill(&prompt, false)?;
+
+    let copy_before = subject.copy_bandwidth()?;
+    let measured = subject.time(&works, args.repetitions)?;
+    let copies = copy_before.into_iter().chain(subject.copy_bandwidth()?);
+    let bandwidth = Spread::of(copies).map(|copy_bytes_per_second| Bandwidth {
+        weight_bytes: subject.weight_bytes,
+        copy_bytes_per_second,
+    });
+    let mut results = results(&args.rows, &measured, bandwidth.as_ref());
+    for (result, work) in results.iter_mut().zip(&works) {
+        result.kernels = subject.split(work)?;
+    }
 
     stdout::print(&table(&results).render())?;
+    if let Some(kernels) = kernel_table(&results) {
+        stdout::print(&kernels.render())?;
+    }
     if let Some(path) = &args.json {
         let config = StepConfig {
-            model: checkpoint.label(),
-            numerics_profile: target.numerics_profile().to_owned(),
-            features: drafter.is_some(),
+            model: subject.label,
+            numerics_profile: subject.target.numerics_profile().to_owned(),
+            features: subject.features,
+            device: args.models.device.unwrap_or_default().to_string(),
             threads: args.models.threads,
             context: args.context,
             repetitions: args.repetitions,
+            bandwidth,
         };
-        Report::new("bench step", config, results).write(path)?;
+        Report::new("bench step", config, results)
+            .with_gpu(subject.gpu.map(|gpu| gpu.name()))
+            .write(path)?;
     }
     Ok(())
 }
 
-/// All numbers of rows in turn, again and again: a slow moment of the machine hits every one of them.
-fn measure(
-    target: &mut LocalTarget,
-    tokens: &[u32],
-    args: &StepArgs,
-    features: bool,
-) -> Result<Vec<RowsResult>> {
-    for &rows in &args.rows {
-        target.verify_rows(&tokens[..rows], features)?;
+impl StepArgs {
+    /// KV rows of the context and the most rows of a step.
+    fn cache_rows(&self, config: &TargetConfig) -> Result<usize> {
+        let most_rows = self.rows.iter().copied().max().unwrap_or(1);
+        let context = self.context as usize;
+        ensure!(
+            most_rows <= config.context_length.saturating_sub(context),
+            "{context} committed tokens and {most_rows} rows exceed the context length {}",
+            config.context_length
+        );
+        Ok(context + most_rows)
     }
-    let mut milliseconds = vec![Vec::new(); args.rows.len()];
-    for _ in 0..args.repetitions {
-        for (&rows, measured) in args.rows.iter().zip(&mut milliseconds) {
-            let start = Instant::now();
-            target.verify_rows(&tokens[..rows], features)?;
-            measured.push(start.elapsed().as_secs_f64() * 1e3);
+}
+
+/// The target whose steps are measured.
+struct Subject {
+    target: LocalTarget,
+    label: String,
+    features: bool,
+    gpu: Option<Gpu>,
+    weight_bytes: u64,
+}
+
+impl Subject {
+    fn load(args: &StepArgs) -> Result<Self> {
+        let gpu = Gpu::open(args.models.device.unwrap_or_default())?;
+        if let Some(shape) = args.shape {
+            let gpu = gpu.context("--shape makes its weights on a GPU: give --device cuda:N")?;
+            let config = shape.config();
+            let rows = args.cache_rows(&config)?;
+            return Ok(Self {
+                target: LocalTarget::new(gpu.random_target(&config, rows)?, rows)?,
+                label: format!("{} (random weights)", shape.name()),
+                features: false,
+                weight_bytes: weight_bytes(&config, None),
+                gpu: Some(gpu),
+            });
+        }
+        let paths = args.models.resolve()?;
+        let checkpoint = open_target(&paths.target)?;
+        let drafter = paths
+            .drafter
+            .map(|path| open_drafter(&path, &checkpoint))
+            .transpose()?;
+        let drafter = drafter.as_ref();
+        let rows = args.cache_rows(&checkpoint.config)?;
+        let target = match &gpu {
+            Some(gpu) => LocalTarget::new(gpu.load_target(&checkpoint, drafter, rows)?, rows)?,
+            None => LocalTarget::load(&checkpoint, drafter, &args.models, rows)?,
+        };
+        Ok(Self {
+            target,
+            label: checkpoint.label(),
+            features: drafter.is_some(),
+            gpu,
+            weight_bytes: weight_bytes(&checkpoint.config, drafter.map(|one| &one.config)),
+        })
+    }
+
+    fn copy_bandwidth(&self) -> Result<Option<f64>> {
+        self.gpu.as_ref().map(Gpu::copy_bandwidth).transpose()
+    }
+
+    fn run(&mut self, work: &Work) -> Result<()> {
+        match work {
+            Work::Tree(tree) => self.target.verify_tree(tree, self.features),
+            Work::Prompt(tokens) => self.target.run_prompt(tokens, self.features),
         }
     }
-    Ok(args
-        .rows
-        .iter()
-        .zip(milliseconds)
+
+    /// Milliseconds `[work][repetition]`. All in turn, again and again: a slow moment of the machine hits every one of them.
+    fn time(&mut self, works: &[Work], repetitions: u32) -> Result<Vec<Vec<f64>>> {
+        for work in works {
+            self.run(work)?;
+        }
+        let mut milliseconds = vec![Vec::new(); works.len()];
+        for _ in 0..repetitions {
+            for (work, measured) in works.iter().zip(&mut milliseconds) {
+                let start = Instant::now();
+                self.run(work)?;
+                measured.push(start.elapsed().as_secs_f64() * 1e3);
+            }
+        }
+        Ok(milliseconds)
+    }
+
+    /// The kernels of a step; none on a CPU.
+    fn split(&mut self, work: &Work) -> Result<Vec<KernelClass>> {
+        let Some(gpu) = self.gpu.clone() else {
+            return Ok(Vec::new());
+        };
+        let steps = (0..PROFILED_STEPS)
+            .map(|_| gpu.profile(|| self.run(work)))
+            .collect::<Result<Vec<_>>>()?;
+        Ok(kernels::split(&steps))
+    }
+}
+
+/// One result per number of rows, from milliseconds `[rows][repetition]`.
+fn results(
+    rows: &[usize],
+    measured: &[Vec<f64>],
+    bandwidth: Option<&Bandwidth>,
+) -> Vec<RowsResult> {
+    let one_row = rows.iter().position(|&rows| rows == 1);
+    let one_row = one_row.and_then(|index| measured.get(index));
+    rows.iter()
+        .zip(measured)
         .filter_map(|(&rows, measured)| {
+            let ms = Spread::of(measured.iter().copied())?;
+            let quotients = |one_row: &Vec<f64>| {
+                let pairs = measured.iter().zip(one_row);
+                Spread::of(pairs.map(|(&own, &one)| ratio(own, one)))
+            };
             Some(RowsResult {
                 rows,
-                forward_ms: Spread::of(measured)?,
+                ms,
+                to_one_row: one_row.and_then(quotients),
+                share_of_copy: bandwidth.map(|bandwidth| bandwidth.share(ms.median)),
+                kernels: Vec::new(),
             })
         })
-        .collect())
+        .collect()
 }
 
 fn table(results: &[RowsResult]) -> Table {
-    let mut table = Table::new(["rows", "ms", "min", "max", "ms/row"]);
-    for RowsResult { rows, forward_ms } in results {
+    let mut table = Table::new(["rows", "ms", "min", "max", "ms/row", "/ 1 row", "of copy"]);
+    let or_dash = |cell: Option<String>| cell.unwrap_or_else(|| "-".to_owned());
+    for result in results {
+        let RowsResult { rows, ms, .. } = result;
+        let to_one_row = result
+            .to_one_row
+            .map(|spread| format!("{:.3}", spread.median));
+        let share = result
+            .share_of_copy
+            .map(|share| format!("{:.1} %", share * 100.0));
         table.row([
             rows.to_string(),
-            format!("{:.2}", forward_ms.median),
-            format!("{:.2}", forward_ms.min),
-            format!("{:.2}", forward_ms.max),
-            format!("{:.2}", forward_ms.median / *rows as f64),
+            milliseconds(ms.median),
+            milliseconds(ms.min),
+            milliseconds(ms.max),
+            milliseconds(ms.median / *rows as f64),
+            or_dash(to_one_row),
+            or_dash(share),
         ]);
     }
     table
+}
+
+/// Milliseconds of every number of rows by kind of kernel; `None` where kernels were not timed.
+fn kernel_table(results: &[RowsResult]) -> Option<Table> {
+    let mut classes: Vec<&str> = Vec::new();
+    for kernels in results.iter().flat_map(|result| &result.kernels) {
+        if !classes.contains(&kernels.class) {
+            classes.push(kernels.class);
+        }
+    }
+    if classes.is_empty() {
+        return None;
+    }
+    let titles = ["kernel ms"].into_iter().chain(classes.iter().copied());
+    let mut table = Table::new(titles.chain(["sum"]));
+    for result in results {
+        let of = |class: &str| {
+            let kernels = result.kernels.iter().find(|one| one.class == class);
+            kernels.map_or(0.0, |one| one.ms.median)
+        };
+        let times: Vec<f64> = classes.iter().map(|class| of(class)).collect();
+        let sum = times.iter().sum();
+        let cells = times.into_iter().chain([sum]).map(milliseconds);
+        table.row([result.rows.to_string()].into_iter().chain(cells));
+    }
+    Some(table)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn same(value: f64) -> Spread {
+        Spread {
+            median: value,
+            min: value,
+            max: value,
+        }
+    }
+
+    #[test]
+    fn rows_are_compared_with_one_row_of_the_same_repetition() {
+        let bandwidth = Bandwidth {
+            weight_bytes: 4_000_000,
+            copy_bytes_per_second: same(4e9),
+        };
+        // The second repetition is slow as a whole.
+        let measured = [vec![1.0, 2.0], vec![1.25, 2.5]];
+        let results = results(&[1, 16], &measured, Some(&bandwidth));
+        assert_eq!(results[1].to_one_row, Some(same(1.25)));
+        assert_eq!(results[0].ms.median, 1.5);
+        let share = results[0].share_of_copy.unwrap();
+        assert!((share - 1.0 / 1.5).abs() < 1e-12, "{share}");
+        let text = table(&results).render();
+        assert!(text.contains("66.7 %"), "{text}");
+        assert!(kernel_table(&results).is_none());
+    }
+
+    #[test]
+    fn kinds_of_kernels_are_columns() {
+        let kernel = |class, ms| KernelClass {
+            class,
+            launches: 1,
+            ms: same(ms),
+            kernels: vec![],
+        };
+        let mut results = results(&[1, 16], &[vec![1.0], vec![2.0]], None);
+        results[0].kernels = vec![kernel("linear", 0.75)];
+        results[1].kernels = vec![kernel("linear", 1.0), kernel("attention", 0.5)];
+        let text = kernel_table(&results).unwrap().render();
+        let lines: Vec<Vec<&str>> = text
+            .lines()
+            .map(|line| line.split_whitespace().collect())
+            .collect();
+        assert_eq!(lines[0], ["kernel", "ms", "linear", "attention", "sum"]);
+        assert_eq!(lines[1], ["1", "0.750", "0.000", "0.750"]);
+        assert_eq!(lines[2], ["16", "1.000", "0.500", "1.500"]);
+    }
 }

@@ -6,11 +6,14 @@ use anyhow::{Result, ensure};
 use serde::Serialize;
 
 use super::{
-    figures::{ModeFigures, Run, STAGES},
-    greedy_request, progress_bar, prompts,
-    report::{Report, Table},
+    figures::{ModeFigures, Run},
+    greedy_request,
+    mode_table::mode_table,
+    progress_bar, prompts,
+    report::Report,
+    run_log::{Measured, RunLog},
 };
-use crate::{answer::Answer, client::Client, connection::ConnectionArgs, mode::Mode, stdout};
+use crate::{client::Client, connection::ConnectionArgs, mode::Mode, stdout};
 
 /// Flags of `treespec bench sweep`.
 #[derive(Debug, Clone, clap::Args)]
@@ -72,12 +75,8 @@ pub(crate) async fn run(args: SweepArgs) -> Result<()> {
         })
         .await?;
 
-    let results: Vec<ModeFigures> = modes
-        .iter()
-        .zip(runs)
-        .filter_map(|(mode, runs)| ModeFigures::new(*mode, runs))
-        .collect();
-    stdout::print(&table(&results).render())?;
+    let results = ModeFigures::of_modes(&modes, runs);
+    stdout::print(&mode_table(&results).render())?;
     if let Some(path) = &args.json {
         let config = SweepConfig {
             modes: modes.iter().map(Mode::to_string).collect(),
@@ -111,11 +110,6 @@ fn expand(modes: &[Mode], budgets: &[u32]) -> Result<Vec<Mode>> {
         .collect())
 }
 
-/// The order of modes in one round: rotated, so that no mode always follows the same other one.
-fn rotated(count: usize, round: usize) -> impl Iterator<Item = usize> {
-    (0..count).map(move |index| (index + round) % count)
-}
-
 /// All runs, by mode.
 async fn measure(
     client: &mut Client,
@@ -135,63 +129,29 @@ async fn measure(
         progress.inc(1);
     }
 
-    let mut runs = vec![Vec::new(); modes.len()];
-    let mut reference: Vec<Option<Vec<u32>>> = vec![None; prompts.len()];
+    let mut log = RunLog::new(modes.len(), prompts.len());
     for repetition in 0..args.repetitions {
         for (index, prompt) in prompts.iter().enumerate() {
-            let mut answers: Vec<Option<Answer>> = vec![None; modes.len()];
-            for position in rotated(modes.len(), repetition as usize + index) {
-                progress.set_message(modes[position].to_string());
-                let request = greedy_request(prompt, args.max_tokens, modes[position]);
-                answers[position] = Some(client.generate(request, |_| Ok(())).await?);
+            log.round(repetition, index, async |mode| {
+                progress.set_message(modes[mode].to_string());
+                let request = greedy_request(prompt, args.max_tokens, modes[mode]);
+                let answer = client.generate(request, |_| Ok(())).await?;
                 progress.inc(1);
-            }
-            for (position, answer) in answers.into_iter().flatten().enumerate() {
-                let expected = reference[index].get_or_insert_with(|| answer.token_ids.clone());
-                let same = *expected == answer.token_ids;
-                runs[position].push(Run::new(repetition, index, &answer, same));
-            }
+                anyhow::Ok(Measured {
+                    cost: (&answer).into(),
+                    answers: vec![answer.token_ids],
+                })
+            })
+            .await?;
         }
     }
     progress.finish_and_clear();
-    Ok(runs)
-}
-
-fn table(results: &[ModeFigures]) -> Table {
-    let titles = ["mode", "tok/s", "min", "max", "tok/step", "ms/step"];
-    let mut table = Table::new(titles.into_iter().chain(STAGES).chain(["first ms", "same"]));
-    for result in results {
-        let rate = result.tokens_per_second;
-        let mut cells = vec![
-            result.mode.clone(),
-            format!("{:.1}", rate.median),
-            format!("{:.1}", rate.min),
-            format!("{:.1}", rate.max),
-            format!("{:.2}", result.tokens_per_step.median),
-            format!("{:.2}", result.step_ms.median),
-        ];
-        cells.extend(
-            result
-                .stage_ms
-                .0
-                .map(|stage| format!("{:.2}", stage.median)),
-        );
-        cells.push(format!("{:.0}", result.time_to_first_token_ms.median));
-        cells.push(format!("{}/{}", result.same_answers, result.answers));
-        table.row(cells);
-    }
-    table
+    Ok(log.into_runs())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn every_mode_takes_every_place_in_turn() {
-        assert_eq!(rotated(3, 0).collect::<Vec<_>>(), [0, 1, 2]);
-        assert_eq!(rotated(3, 4).collect::<Vec<_>>(), [1, 2, 0]);
-    }
 
     #[test]
     fn a_bare_tree_stands_for_the_budgets() {

@@ -2,14 +2,19 @@
 
 use std::{collections::HashMap, env, num::NonZeroUsize, path::PathBuf, process::Command};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, anyhow, ensure};
 use clap::ValueEnum;
+use treespec_engine::DeviceChoice;
+use treespec_verify::DraftPlacement;
 
 use super::Role;
 use crate::models::{ModelArgs, ModelPaths};
 
 /// What the user sets to choose the services' log lines; the first one counts.
 const LOG_VARIABLES: [&str; 2] = ["TREESPEC_LOG", "RUST_LOG"];
+
+/// The verifier's variable, which decides about the draft service as well.
+const PLACEMENT_VARIABLE: &str = "TREESPEC_VERIFY_DRAFT_PLACEMENT";
 
 /// The flags of commands that bring up their own cluster.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -20,6 +25,13 @@ pub(crate) struct ClusterArgs {
     /// Who runs the top-k pass over the vocabulary for the drafter's rows [default: draft]
     #[arg(long, value_enum, value_name = "WHERE", conflicts_with = "no_drafter")]
     pub topk_placement: Option<TopkPlacement>,
+    /// Where the drafter runs: in a service of its own (remote) or in the verifier (local) [env:
+    /// TREESPEC_VERIFY_DRAFT_PLACEMENT] [default: remote]
+    #[arg(long, value_enum, value_name = "WHERE", conflicts_with = "no_drafter")]
+    pub draft_placement: Option<DraftPlacement>,
+    /// Where the drafter's service runs, like --device [default: the device of the target]
+    #[arg(long, value_name = "DEVICE", conflicts_with = "no_drafter")]
+    pub draft_device: Option<DeviceChoice>,
 }
 
 /// Where the top-k log-prob pass for the drafter's rows runs. Tokens and trees are the same either way.
@@ -53,6 +65,12 @@ pub(crate) struct ClusterOptions {
     pub threads: Option<NonZeroUsize>,
     /// Who runs the top-k pass; `None` leaves it to the verifier.
     pub topk_placement: Option<TopkPlacement>,
+    /// Where the drafter runs. Local means that there is no draft service.
+    pub draft_placement: DraftPlacement,
+    /// Where the verifier's models run; `None` leaves it to the service, here and below.
+    pub device: Option<DeviceChoice>,
+    /// Where the draft service's model runs.
+    pub draft_device: Option<DeviceChoice>,
     /// The least severe log level of the services that is shown, unless the user's environment says another.
     pub log_level: &'static str,
 }
@@ -61,20 +79,63 @@ impl ClusterArgs {
     /// This executable as the services, with the models that the flags, the environment or the defaults name.
     ///
     /// # Errors
-    /// When a model is missing.
+    /// When a model is missing, or flags contradict each other.
     pub(crate) fn options(&self, port: u16, log_level: &'static str) -> Result<ClusterOptions> {
+        let models = self.models.resolve()?;
+        let draft_placement = self.draft_placement(&models)?;
+        let device = self.models.device;
+        if draft_placement == DraftPlacement::Local {
+            ensure!(
+                self.topk_placement.is_none(),
+                "--topk-placement is for a drafter in a service of its own: leave it out with --draft-placement local"
+            );
+            ensure!(
+                self.draft_device.is_none() || self.draft_device == device,
+                "--draft-device is for a drafter in a service of its own: with --draft-placement local it runs on --device"
+            );
+        }
         Ok(ClusterOptions {
             program: env::current_exe().context("cannot find the path of this executable")?,
-            models: self.models.resolve()?,
+            models,
+            draft_placement,
+            device,
+            draft_device: self.draft_device.or(device),
             port,
             threads: self.models.threads,
             topk_placement: self.topk_placement,
             log_level,
         })
     }
+
+    /// The flag before the verifier's own environment variable, so that cluster and verifier agree.
+    fn draft_placement(&self, models: &ModelPaths) -> Result<DraftPlacement> {
+        let Some(_) = models.drafter else {
+            ensure!(
+                self.draft_placement != Some(DraftPlacement::Local),
+                "--draft-placement local needs a drafter: give --drafter PATH"
+            );
+            return Ok(DraftPlacement::Remote);
+        };
+        if let Some(placement) = self.draft_placement {
+            return Ok(placement);
+        }
+        match env::var(PLACEMENT_VARIABLE) {
+            Ok(value) if !value.is_empty() => DraftPlacement::from_str(&value, false)
+                .map_err(|_| anyhow!("{PLACEMENT_VARIABLE} is {value:?}: use remote or local")),
+            _ => Ok(DraftPlacement::default()),
+        }
+    }
 }
 
 impl ClusterOptions {
+    /// The services that load models.
+    pub(super) fn model_services(&self) -> &'static [Role] {
+        match (&self.models.drafter, self.draft_placement) {
+            (Some(_), DraftPlacement::Remote) => &[Role::Draft, Role::Verify],
+            _ => &[Role::Verify],
+        }
+    }
+
     /// The command line of `role`. The coordinator's names the model services in `endpoints`.
     pub(super) fn command(&self, role: Role, endpoints: &HashMap<Role, String>) -> Command {
         let mut command = Command::new(&self.program);
@@ -114,6 +175,20 @@ impl ClusterOptions {
         }
         if let Some(threads) = self.threads {
             command.args(["--threads", &threads.to_string()]);
+        }
+        let device = match role {
+            Role::Draft => self.draft_device,
+            _ => self.device,
+        };
+        if let Some(device) = device {
+            command.args(["--device", &device.to_string()]);
+        }
+        if role == Role::Verify {
+            let placement = match self.draft_placement {
+                DraftPlacement::Remote => "remote",
+                DraftPlacement::Local => "local",
+            };
+            command.args(["--draft-placement", placement]);
         }
         match (role, self.topk_placement) {
             (Role::Verify, Some(placement)) => {

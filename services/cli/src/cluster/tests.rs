@@ -2,6 +2,9 @@
 
 use std::{fs, num::NonZeroUsize, path::Path};
 
+use treespec_engine::DeviceChoice;
+use treespec_verify::DraftPlacement;
+
 use super::{options::TopkPlacement, *};
 use crate::models::ModelPaths;
 
@@ -17,6 +20,9 @@ fn options(folder: &Path, behaviour: &str) -> ClusterOptions {
         port: 0,
         threads: NonZeroUsize::new(2),
         topk_placement: Some(TopkPlacement::Verify),
+        draft_placement: DraftPlacement::Remote,
+        device: Some(DeviceChoice::Cuda(1)),
+        draft_device: Some(DeviceChoice::Cpu),
         log_level: "warn",
     }
 }
@@ -49,9 +55,11 @@ async fn a_cluster_starts_passes_the_endpoints_on_and_stops_in_order() {
              --verify http://127.0.0.1:1/verify --draft http://127.0.0.1:1/draft"
         )
     );
-    let models = "--drafter drafter --threads 2";
-    assert!(arguments("verify").contains(&format!("{models} --topk-placement verify")));
-    assert!(arguments("draft").contains(&format!("{models} --no-head")));
+    let models = "--drafter drafter --threads 2 --device";
+    assert!(arguments("verify").contains(&format!(
+        "{models} cuda:1 --draft-placement remote --topk-placement verify"
+    )));
+    assert!(arguments("draft").contains(&format!("{models} cpu --no-head")));
 
     cluster.stop().await;
     for role in ["draft", "verify", "coordinator"] {
@@ -70,6 +78,37 @@ async fn without_a_drafter_there_is_no_draft_service() {
     let arguments = fs::read_to_string(folder.path().join("coordinator.arguments")).unwrap();
     assert!(!arguments.contains("--draft"), "{arguments}");
     cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_local_drafter_is_no_service() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut options = options(folder.path(), "serve");
+    options.draft_placement = DraftPlacement::Local;
+    options.topk_placement = None;
+    let cluster = Cluster::start(&options).await.unwrap();
+    assert_eq!(cluster.endpoint(Role::Draft), None);
+    let arguments = |role: &str| {
+        let path = folder.path().join(format!("{role}.arguments"));
+        fs::read_to_string(path).unwrap()
+    };
+    assert!(!arguments("coordinator").contains("--draft"));
+    let verify = arguments("verify");
+    assert!(verify.contains("--drafter drafter"), "{verify}");
+    assert!(verify.contains("--draft-placement local"), "{verify}");
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn a_taken_port_is_noticed_before_anything_is_started() {
+    let folder = tempfile::tempdir().unwrap();
+    let taken = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let mut options = options(folder.path(), "serve");
+    options.port = taken.local_addr().unwrap().port();
+    let error = start_error(&options).await;
+    let expected = format!("cannot listen on 127.0.0.1:{}", options.port);
+    assert!(error.starts_with(&expected), "{error}");
+    assert!(!folder.path().join("verify.arguments").exists());
 }
 
 #[tokio::test]

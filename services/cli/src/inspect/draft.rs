@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use anyhow::{Context as _, Result};
 use serde::Serialize;
-use treespec_engine::{BlockRequest, CpuDrafter, Drafter as _, DrafterOptions};
+use treespec_engine::{BlockRequest, DrafterOptions};
 
 use super::TopTokens;
 use crate::{
@@ -56,7 +56,7 @@ pub(crate) fn run(args: &DraftArgs) -> Result<()> {
     let mut target = LocalTarget::load(
         &target_checkpoint,
         Some(&drafter_checkpoint),
-        args.models.threads,
+        &args.models,
         tokens.len(),
     )?;
     let (last, features) = target.prefill(tokens, true)?;
@@ -73,7 +73,8 @@ pub(crate) fn run(args: &DraftArgs) -> Result<()> {
         with_head: true,
         ..Default::default()
     };
-    let mut drafter = CpuDrafter::load(
+    let mut drafter = treespec_draft::load_drafter(
+        args.models.device.unwrap_or_default(),
         &drafter_checkpoint,
         &target_checkpoint,
         &options,

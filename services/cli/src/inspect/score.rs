@@ -54,12 +54,7 @@ pub(crate) fn run(args: &ScoreArgs) -> Result<()> {
     let path = args.models.target()?;
     let checkpoint = open_target(&path)?;
     let TokenList(tokens) = &args.tokens;
-    let mut target = LocalTarget::load(
-        &checkpoint,
-        None,
-        args.models.threads,
-        tokens.len() + tree.len(),
-    )?;
+    let mut target = LocalTarget::load(&checkpoint, None, &args.models, tokens.len() + tree.len())?;
     if !tokens.is_empty() {
         target.prefill(tokens, false)?;
     }

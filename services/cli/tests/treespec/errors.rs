@@ -80,6 +80,57 @@ fn settings_that_cannot_work_are_one_line() {
 }
 
 #[test]
+fn a_device_that_cannot_be_used_is_one_line() {
+    let target = fixture_argument("cases/01_llama_gqa_tied/model");
+    let run = treespec(&["generate", "--tokens=5", "--device=gpu"]);
+    assert_eq!(run.status, Some(2));
+    assert!(run.stderr.contains("cuda:N"), "{}", run.stderr);
+    if cfg!(feature = "cuda") {
+        return;
+    }
+    for command in [
+        &["generate", "--tokens=5"][..],
+        &["bench", "step", "--context=1"],
+        &["bench", "sweep"],
+    ] {
+        let flags = ["--device=cuda:0", "--no-drafter", "--target", &target];
+        let run = treespec(&[command, &flags].concat());
+        let error = run.error();
+        assert!(error.contains("cuda:0 needs a build with CUDA"), "{error}");
+        assert!(error.contains("--features cuda"), "{error}");
+    }
+}
+
+#[test]
+fn contradicting_placements_are_one_line() {
+    let target = fixture_argument("cases/01_llama_gqa_tied/model");
+    let drafter = fixture_argument("cases/01_llama_gqa_tied/drafter_fit");
+    let with_drafter = ["--drafter", &drafter];
+    let cases: [(&[&str], &[&str], &str); 3] = [
+        (&[], &[], "--draft-placement local needs a drafter"),
+        (
+            &with_drafter,
+            &["--topk-placement=draft"],
+            "--topk-placement",
+        ),
+        (&with_drafter, &["--draft-device=cuda:1"], "--draft-device"),
+    ];
+    for (drafter, flags, expected) in cases {
+        let common = [
+            "generate",
+            "--tokens=5",
+            "--draft-placement=local",
+            "--target",
+            &target,
+        ];
+        let run = treespec(&[&common, drafter, flags].concat());
+        let error = run.stderr.lines().last().unwrap();
+        assert!(error.starts_with(&format!("error: {expected}")), "{error}");
+        assert_eq!(run.status, Some(1));
+    }
+}
+
+#[test]
 fn a_broken_model_is_told_by_the_service_that_met_it() {
     let target = fixture_argument("malformed/01_missing_tensor/model");
     let run = treespec(&[

@@ -45,6 +45,10 @@ fn every_mode_and_placement_gives_the_reference_answer() {
             ],
             Some("ddtree_16"),
         ),
+        (
+            &["--mode", "tree:8", "--draft-placement", "local"],
+            Some("ddtree_8"),
+        ),
     ] {
         let answer = generate(&reference["prompt"], flags);
         assert_eq!(answer["token_ids"], json!(greedy), "{flags:?}");

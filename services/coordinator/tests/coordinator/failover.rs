@@ -4,8 +4,8 @@ use tonic::{Code, Status};
 use treespec_rpc::proto::{
     coordinator::v1::{GenerateRequest, generate_response::Event},
     verify::v1::{
-        FinishReason, GetModelInfoResponse, OutputOptions, PromptLogprobs,
-        generate_response::Event as VerifyEvent,
+        FinishReason, GetModelInfoResponse, Mode, OutputOptions, PromptLogprobs,
+        SpeculationOptions, generate_response::Event as VerifyEvent,
     },
 };
 
@@ -219,4 +219,36 @@ async fn sequences_go_to_the_replica_with_the_fewest() {
     }
     a.active(2).await;
     b.active(2).await;
+}
+
+#[tokio::test]
+async fn a_replica_without_a_drafter_goes_on_plainly() {
+    let hosting = GetModelInfoResponse {
+        hosts_drafter: true,
+        ..model()
+    };
+    let (hosting, plain) = (
+        FakeVerify::start(hosting).await,
+        FakeVerify::start_loading(model()).await,
+    );
+    let coordinator = Coordinator::start(&[&hosting, &plain], &[]).await;
+    hosting.script(two_tokens_then([]));
+    plain.script(last_tokens());
+    plain.readiness().set_serving().await;
+    plain.known().await;
+    let mode = |mode: Mode| SpeculationOptions {
+        mode: Some(mode.into()),
+        budget: None,
+    };
+    let answer = coordinator
+        .generate(GenerateRequest {
+            speculation: Some(mode(Mode::Tree)),
+            ..request(&[1, 2, 3])
+        })
+        .await
+        .unwrap();
+    assert_eq!(answer.token_ids(), [40, 41, 42]);
+    let (first, second) = (hosting.calls().remove(0), plain.calls().remove(0));
+    assert_eq!(first.request.speculation, Some(mode(Mode::Tree)));
+    assert_eq!(second.request.speculation, Some(mode(Mode::Ar)));
 }

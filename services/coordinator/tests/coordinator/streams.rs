@@ -10,8 +10,8 @@ use treespec_rpc::{
             tokenize_request::Input,
         },
         verify::v1::{
-            FinishReason, Mode, OutputOptions, PromptLogprobs, SamplingParams, SpeculationOptions,
-            generate_response::Event as VerifyEvent,
+            FinishReason, GetModelInfoResponse, Mode, OutputOptions, PromptLogprobs,
+            SamplingParams, SpeculationOptions, generate_response::Event as VerifyEvent,
         },
     },
 };
@@ -342,4 +342,31 @@ async fn model_info_tells_what_can_be_asked_for() {
     assert_eq!(all.name, "model");
     assert!(all.has_chat_template);
     assert_eq!(info(&plain).await.modes().collect::<Vec<_>>(), [Mode::Ar]);
+}
+
+#[tokio::test]
+async fn a_model_that_hosts_its_drafter_needs_no_draft_service_and_no_lease() {
+    let hosting = GetModelInfoResponse {
+        hosts_drafter: true,
+        ..model()
+    };
+    let verify = FakeVerify::start(hosting).await;
+    let drafter = format!("--draft={DRAFTER}");
+    for flags in [&[][..], &[&*drafter]] {
+        let coordinator = Coordinator::start(&[&verify], flags).await;
+        let tree = GenerateRequest {
+            speculation: Some(SpeculationOptions {
+                mode: Some(Mode::Tree.into()),
+                budget: Some(4),
+            }),
+            ..request(&[1])
+        };
+        coordinator.generate(tree.clone()).await.unwrap();
+        let call = verify.calls().pop().unwrap().request;
+        assert_eq!(call.speculation, tree.speculation);
+        assert_eq!(call.drafter, None);
+        let mut client = coordinator.client.clone();
+        let info = client.get_model_info(GetModelInfoRequest {}).await.unwrap();
+        assert_eq!(info.into_inner().modes().count(), 4);
+    }
 }

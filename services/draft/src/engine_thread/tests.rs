@@ -113,7 +113,7 @@ fn batches(probe: &Probe) -> Vec<usize> {
 }
 
 #[test]
-fn all_waiting_proposals_share_a_forward_and_a_head_pass() {
+fn all_waiting_proposals_of_a_placement_share_a_forward_and_a_head_pass() {
     let (probe, queue) = (Arc::default(), Queue::new());
     for id in 0..9 {
         queue.open(id);
@@ -125,7 +125,7 @@ fn all_waiting_proposals_share_a_forward_and_a_head_pass() {
         queue.propose(id, 1, placement);
     }
     let answers = queue.run(&probe);
-    assert_eq!(batches(&probe), [9]);
+    assert_eq!(batches(&probe), [5, 4]);
     assert_eq!(*probe.head_rows.lock().unwrap(), [5 * (BLOCK - 1)]);
     let expected: Vec<_> = (0..9).map(|id| (id, 1)).collect();
     assert_eq!(proposed(&answers), expected);

@@ -1,5 +1,5 @@
 use std::{
-    sync::{Arc, mpsc},
+    sync::{Arc, atomic::Ordering, mpsc},
     time::Duration,
 };
 
@@ -13,7 +13,7 @@ use treespec_rpc::transport;
 
 use crate::{
     scripted::{Probe, ScriptedDrafter},
-    verifier::{SOON, Service, Verifier, features, fingerprint},
+    verifier::{SOON, Service, Verifier, features, fingerprint, propose},
 };
 
 async fn health(service: &Service, name: &str) -> ServingStatus {
@@ -175,4 +175,33 @@ async fn a_killed_service_breaks_its_links() {
     })
     .await
     .unwrap();
+}
+
+#[tokio::test]
+async fn a_lost_device_ends_the_service_with_its_reason() {
+    let mut service = Service::start().await;
+    let mut verifier = Verifier::connect(&service, "v").await;
+    verifier.open(1, 0).await;
+    verifier.context(1, 0, 0, 4).await;
+    service.probe.lost.store(true, Ordering::SeqCst);
+    verifier.send_propose(propose(1, 0, 4)).await;
+    let failure = verifier.failure().await;
+    assert_eq!(Code::from_i32(failure.code), Code::Unavailable);
+    assert!(failure.message.contains("Xid 79"), "{failure:?}");
+    // Whoever probes before the process ends is told not to come here.
+    let probe = async {
+        let mut client = HealthClient::new(service.channel.clone());
+        while let Ok(health) = client.check(HealthCheckRequest::default()).await {
+            if health.into_inner().status() == ServingStatus::NotServing {
+                return true;
+            }
+        }
+        false
+    };
+    assert!(timeout(SOON, probe).await.unwrap());
+    let ended = timeout(Duration::from_secs(5), &mut service.task).await;
+    let error = ended.unwrap().unwrap().unwrap_err();
+    assert!(matches!(error, Error::DeviceLost(_)), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("device is lost: Xid 79"), "{text}");
 }

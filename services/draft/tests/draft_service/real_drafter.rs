@@ -8,6 +8,7 @@ use std::{
 };
 
 use treespec_draft::{Config, load, run};
+use treespec_engine::DeviceChoice;
 use treespec_rpc::{
     convert,
     handshake::Fingerprint,
@@ -27,6 +28,7 @@ fn case(name: &str) -> PathBuf {
 
 fn config() -> Config {
     Config {
+        device: DeviceChoice::Cpu,
         listen: ([127, 0, 0, 1], 0).into(),
         drafter: case("drafter_fit"),
         target: case("model"),

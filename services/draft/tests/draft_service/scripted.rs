@@ -5,7 +5,7 @@ use std::{
     ops::Range,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
 };
 
@@ -28,6 +28,8 @@ pub(crate) struct Probe {
     /// Rows of every head pass, in order.
     pub(crate) head_rows: Mutex<Vec<usize>>,
     pub(crate) open_contexts: AtomicUsize,
+    /// Set by a test: the device fails from now on.
+    pub(crate) lost: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -131,6 +133,9 @@ impl Drafter for ScriptedDrafter {
 
     fn block_hidden(&mut self, blocks: &[BlockRequest]) -> Result<Vec<f32>, EngineError> {
         self.probe.batches.lock().unwrap().push(blocks.len());
+        if self.probe.lost.load(Ordering::SeqCst) {
+            return Err(EngineError::DeviceLost("Xid 79".to_owned()));
+        }
         let mut hidden = Vec::new();
         for block in blocks {
             let context = self.find(block.context)?;

@@ -1,6 +1,6 @@
 //! One decoder layer of the Llama / Qwen3 family, shared by the target and the drafter.
 
-use treespec_checkpoint::{CheckpointError, DrafterCheckpoint, StoredMatrix, TargetCheckpoint};
+use treespec_checkpoint::{CheckpointError, TensorSource};
 
 use super::Executor;
 use super::kernels::{
@@ -8,35 +8,6 @@ use super::kernels::{
     rms_norm, rotate, store_rows,
 };
 use crate::kv_cache::BlockId;
-
-/// A checkpoint that layers are loaded from.
-pub(super) trait TensorSource {
-    /// A tensor of a known shape, row-major.
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, CheckpointError>;
-
-    /// A matrix `[rows, columns]` in its stored format.
-    fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<StoredMatrix, CheckpointError>;
-}
-
-impl TensorSource for TargetCheckpoint {
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, CheckpointError> {
-        self.tensor(name, shape)
-    }
-
-    fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<StoredMatrix, CheckpointError> {
-        self.matrix(name, shape)
-    }
-}
-
-impl TensorSource for DrafterCheckpoint {
-    fn tensor(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, CheckpointError> {
-        self.tensor(name, shape)
-    }
-
-    fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<StoredMatrix, CheckpointError> {
-        self.matrix(name, shape)
-    }
-}
 
 /// Sizes of a layer.
 #[derive(Debug, Clone, Copy, PartialEq)]

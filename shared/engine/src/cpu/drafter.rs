@@ -1,6 +1,5 @@
 //! The DFlash v1 drafter on the CPU (z-lab/dflash, `dflash/model.py` at 44947fb).
 
-use std::collections::HashMap;
 use std::ops::Range;
 
 use treespec_checkpoint::{DrafterAttention, DrafterCheckpoint, TargetCheckpoint};
@@ -11,8 +10,9 @@ use super::embedding::VocabularyWeights;
 use super::kernels::{AttentionShape, Isa, KvLayer, NormWeights, RotaryRows, RowView};
 use super::target::log_prob_rows;
 use crate::backend::LoadProgress;
+use crate::draft_contexts::{DraftContext, DraftContexts};
 use crate::drafter::{BlockRequest, ContextId, Drafter, DrafterSpec};
-use crate::kv_cache::{BLOCK_TOKENS, BlockId, BlockPool, BlockTable};
+use crate::kv_cache::BlockId;
 use crate::{EngineError, HeadRow};
 
 /// Context rows per pass: bounds the memory of a long prefill.
@@ -55,27 +55,9 @@ pub struct CpuDrafter {
     kv: Vec<KvLayer>,
     final_norm: NormWeights,
     inverse_frequencies: Vec<f32>,
-    context_length: usize,
     mask_token: u32,
-    blocks: BlockPool,
-    contexts: HashMap<u64, Context>,
-    next_context: u64,
-    max_contexts: usize,
+    contexts: DraftContexts,
     scratch: Scratch,
-}
-
-/// Rows of one sequence in the drafter's cache: slot `i` holds position `first + i`.
-#[derive(Debug, Default)]
-struct Context {
-    table: BlockTable,
-    first: usize,
-    rows: usize,
-}
-
-impl Context {
-    fn end(&self) -> usize {
-        self.first + self.rows
-    }
 }
 
 impl CpuDrafter {
@@ -121,16 +103,18 @@ impl CpuDrafter {
             )?);
             report(layer + 2);
         }
-        let window = options.context_window.max(config.block_size);
-        // One block more than the rows need: the window slides by whole blocks.
-        let per_context = (window + config.block_size).div_ceil(BLOCK_TOKENS) + 1;
-        let num_blocks = per_context * options.max_contexts;
+        let contexts = DraftContexts::new(
+            options.max_contexts,
+            options.context_window,
+            config.block_size,
+            target.config.context_length,
+        );
         Ok(Self {
             spec: DrafterSpec {
                 block_size: config.block_size,
                 hidden_size: config.hidden_size,
                 vocab_size: target.config.vocab_size,
-                context_window: window,
+                context_window: contexts.window(),
                 num_layers: config.num_layers,
             },
             exec: Executor::new(options.threads, options.isa)?,
@@ -138,22 +122,15 @@ impl CpuDrafter {
             layers,
             attention: config.attention.clone(),
             kv: (0..config.num_layers)
-                .map(|_| KvLayer::new(shape.attention, num_blocks))
+                .map(|_| KvLayer::new(shape.attention, contexts.num_blocks()))
                 .collect(),
             final_norm: NormWeights {
                 weight: drafter.tensor("norm.weight", &[config.hidden_size])?,
                 eps: config.rms_norm_eps,
             },
-            inverse_frequencies: RotaryRows::inverse_frequencies(
-                config.rope_theta,
-                config.head_dim,
-            ),
-            context_length: target.config.context_length,
+            inverse_frequencies: crate::inverse_frequencies(config.rope_theta, config.head_dim),
             mask_token: config.mask_token_id,
-            blocks: BlockPool::new(num_blocks),
-            contexts: HashMap::new(),
-            next_context: 0,
-            max_contexts: options.max_contexts,
+            contexts,
             scratch: Scratch::default(),
         })
     }
@@ -161,16 +138,7 @@ impl CpuDrafter {
     /// Appends rows that fit the window, `[n, hidden]` with `n <= CONTEXT_ROWS`.
     fn append_rows(&mut self, id: ContextId, rows: &[f32]) -> Result<(), EngineError> {
         let count = rows.len() / self.spec.hidden_size;
-        let context = self
-            .contexts
-            .get_mut(&id.0)
-            .ok_or(EngineError::UnknownContext(id.0))?;
-        let stale = (context.rows + count).saturating_sub(self.spec.context_window) / BLOCK_TOKENS;
-        let stale = stale.min(context.rows / BLOCK_TOKENS);
-        self.blocks.release_front(&mut context.table, stale);
-        context.first += stale * BLOCK_TOKENS;
-        context.rows -= stale * BLOCK_TOKENS;
-        self.blocks.grow(&mut context.table, context.rows + count)?;
+        let context = self.contexts.make_room(id, count)?;
         let slots: Vec<_> = (context.rows..context.rows + count)
             .map(|slot| context.table.locate(slot))
             .collect();
@@ -181,8 +149,7 @@ impl CpuDrafter {
         for (layer, kv) in self.layers.iter().zip(&mut self.kv) {
             layer.store_context(&mut self.exec, rows, &rotary, &slots, kv);
         }
-        context.rows += count;
-        Ok(())
+        self.contexts.commit(id, count)
     }
 
     /// Makes room for the blocks and embeds their slots: the root, then masks.
@@ -190,18 +157,7 @@ impl CpuDrafter {
         let size = self.spec.block_size;
         let mut hidden = Vec::with_capacity(requests.len() * size * self.spec.hidden_size);
         for request in requests {
-            let context = self
-                .contexts
-                .get_mut(&request.context.0)
-                .ok_or(EngineError::UnknownContext(request.context.0))?;
-            // Slots past the context length cannot be verified, but cutting them would break the trained block.
-            if context.end() >= self.context_length {
-                return Err(EngineError::ContextOverflow {
-                    position: context.end(),
-                    context_length: self.context_length,
-                });
-            }
-            self.blocks.grow(&mut context.table, context.rows + size)?;
+            self.contexts.reserve_block(request.context)?;
             self.vocabulary.embed(request.root_token, &mut hidden)?;
             for _ in 1..size {
                 self.vocabulary.embed(self.mask_token, &mut hidden)?;
@@ -217,26 +173,15 @@ impl Drafter for CpuDrafter {
     }
 
     fn open(&mut self) -> Result<ContextId, EngineError> {
-        if self.contexts.len() >= self.max_contexts {
-            return Err(EngineError::OutOfContexts(self.max_contexts));
-        }
-        let id = self.next_context;
-        self.next_context += 1;
-        self.contexts.insert(id, Context::default());
-        Ok(ContextId(id))
+        self.contexts.open()
     }
 
     fn close(&mut self, context: ContextId) {
-        if let Some(mut context) = self.contexts.remove(&context.0) {
-            self.blocks.release(&mut context.table);
-        }
+        self.contexts.close(context);
     }
 
     fn context(&self, context: ContextId) -> Result<Range<u32>, EngineError> {
-        let context = self
-            .contexts
-            .get(&context.0)
-            .ok_or(EngineError::UnknownContext(context.0))?;
+        let context = self.contexts.get(context)?;
         Ok(context.first as u32..context.end() as u32)
     }
 
@@ -254,34 +199,7 @@ impl Drafter for CpuDrafter {
             )));
         }
         let count = rows.len() / hidden;
-        let end = start as usize + count;
-        if end > self.context_length {
-            return Err(EngineError::ContextOverflow {
-                position: end - 1,
-                context_length: self.context_length,
-            });
-        }
-        let context = self
-            .contexts
-            .get_mut(&id.0)
-            .ok_or(EngineError::UnknownContext(id.0))?;
-        if context.rows == 0 {
-            context.first = start as usize;
-        } else if context.end() != start as usize {
-            return Err(EngineError::ContextGap {
-                start,
-                expected: context.end() as u32,
-            });
-        }
-        let skipped = count.saturating_sub(self.spec.context_window);
-        if skipped > 0 {
-            // The rows alone fill the window: nothing older counts.
-            self.blocks.release(&mut context.table);
-            *context = Context {
-                first: start as usize + skipped,
-                ..Context::default()
-            };
-        }
+        let skipped = self.contexts.begin_append(id, start, count)?;
         for rows in rows[skipped * hidden..].chunks(CONTEXT_ROWS * hidden) {
             self.append_rows(id, rows)?;
         }
@@ -291,10 +209,10 @@ impl Drafter for CpuDrafter {
     fn block_hidden(&mut self, requests: &[BlockRequest]) -> Result<Vec<f32>, EngineError> {
         let (size, width) = (self.spec.block_size, self.spec.hidden_size);
         let mut hidden = self.open_blocks(requests)?;
-        let contexts: Vec<&Context> = requests
+        let contexts = requests
             .iter()
-            .map(|r| &self.contexts[&r.context.0])
-            .collect();
+            .map(|request| self.contexts.get(request.context))
+            .collect::<Result<Vec<_>, _>>()?;
         let blocks = BlockRows::new(&contexts, size, &self.inverse_frequencies);
         for ((layer, kv), attention) in self.layers.iter().zip(&mut self.kv).zip(&self.attention) {
             let views = blocks.views(&contexts, attention);
@@ -331,8 +249,8 @@ struct BlockRows {
 }
 
 impl BlockRows {
-    fn new(contexts: &[&Context], size: usize, inverse_frequencies: &[f32]) -> Self {
-        let own_slots = |c: &Context| c.rows..c.rows + size;
+    fn new(contexts: &[&DraftContext], size: usize, inverse_frequencies: &[f32]) -> Self {
+        let own_slots = |c: &DraftContext| c.rows..c.rows + size;
         Self {
             size,
             rotary: RotaryRows::new(
@@ -353,7 +271,7 @@ impl BlockRows {
     /// Every slot sees the context and, unless the layer is causal, the whole block (z-lab/dflash).
     fn views<'a>(
         &'a self,
-        contexts: &[&'a Context],
+        contexts: &[&'a DraftContext],
         attention: &DrafterAttention,
     ) -> Vec<RowView<'a>> {
         let mut views = Vec::with_capacity(self.slots.len());

@@ -97,10 +97,7 @@ impl CpuTarget {
             kv: (0..config.num_layers)
                 .map(|_| KvLayer::new(shape.attention, num_blocks))
                 .collect(),
-            inverse_frequencies: RotaryRows::inverse_frequencies(
-                config.rope_theta,
-                config.head_dim,
-            ),
+            inverse_frequencies: crate::inverse_frequencies(config.rope_theta, config.head_dim),
             exec,
             vocabulary,
             layers,

@@ -24,7 +24,7 @@ use crate::proto::{
 };
 
 pub use channel::channel;
-pub use server::{DRAIN, bind, endpoint, serve};
+pub use server::{DRAIN, bind, endpoint, local_addr, serve};
 
 /// Largest message, in either direction: 32 MiB carry 2,048 feature rows of 4,096 floats.
 pub const MAX_MESSAGE_BYTES: usize = 32 << 20;

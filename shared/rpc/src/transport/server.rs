@@ -29,14 +29,20 @@ pub async fn bind(address: SocketAddr) -> Result<TcpListener, TransportError> {
         .map_err(|source| TransportError::Bind { address, source })
 }
 
+/// The address of `listener`, with the real port.
+///
+/// # Errors
+/// [`TransportError::LocalAddress`].
+pub fn local_addr(listener: &TcpListener) -> Result<SocketAddr, TransportError> {
+    listener.local_addr().map_err(TransportError::LocalAddress)
+}
+
 /// The endpoint at which a process on the same machine reaches `listener`: loopback when it listens everywhere.
 ///
 /// # Errors
 /// [`TransportError::LocalAddress`].
 pub fn endpoint(listener: &TcpListener) -> Result<String, TransportError> {
-    let mut address = listener
-        .local_addr()
-        .map_err(TransportError::LocalAddress)?;
+    let mut address = local_addr(listener)?;
     match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
         IpAddr::V6(ip) if ip.is_unspecified() => address.set_ip(Ipv6Addr::LOCALHOST.into()),

@@ -88,16 +88,6 @@ impl RotaryRows {
         rows
     }
 
-    /// `1 / theta^(2 i / head_dim)`, in f32 like the reference models.
-    pub(crate) fn inverse_frequencies(theta: f64, head_dim: usize) -> Vec<f32> {
-        (0..head_dim / 2)
-            .map(|i| {
-                let exponent = (2 * i) as f32 / head_dim as f32;
-                1.0 / (theta as f32).powf(exponent)
-            })
-            .collect()
-    }
-
     fn row(&self, row: usize) -> (&[f32], &[f32]) {
         let range = row * self.half..(row + 1) * self.half;
         (&self.cos[range.clone()], &self.sin[range])

@@ -1,0 +1,534 @@
+//! The target on a GPU.
+
+mod options;
+mod step_sampler;
+mod verify_graph;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use half::bf16;
+use treespec_checkpoint::{Architecture, DrafterCheckpoint, TargetCheckpoint, TargetConfig};
+use treespec_engine::{
+    BLOCK_TOKENS, Backend, BlockTable, EngineError, ForwardOutput, HeadRequest, HeadRow,
+    LoadProgress, RowBatch, RowShape, SequenceRows, StepBatch, StepOutput, TargetSpec,
+};
+
+use crate::acceptance::AcceptanceKernels;
+use crate::activations::Activations;
+use crate::attention::AttentionKernels;
+use crate::batch_inputs::BatchInputs;
+use crate::decoder::{Decoder, DecoderShape, FinalRows, LayerKernels, Weights};
+use crate::features::FeatureProjection;
+use crate::head_pass::{HeadPass, error_from_row};
+use crate::kv_cache::{AcceptedPaths, KvCache, CompactionKernels};
+use crate::linear::LinearKernels;
+use crate::row_metadata::{RowArrays, RowBuffers, RowLimits};
+use crate::rotary::RotaryKernels;
+use crate::rows::RowKernels;
+use crate::vocabulary::Vocabulary;
+use crate::{CudaError, Device, DeviceBuffer, PackedRows, row_bucket};
+use treespec_sampling::SamplingParams;
+pub(crate) use options::{KERNEL_BUILD, MOST_FORWARD_ROWS, MOST_FORWARD_SEQUENCES, MOST_SEQUENCES, MOST_STEP_ROWS};
+pub(crate) use verify_graph::{AcceptedBuffers, AcceptedHeads, wait_for_outcomes, walked};
+use step_sampler::StepSampler;
+use verify_graph::{VerifyGraph, VerifyKey};
+
+/// Llama or Qwen3 dense target in bf16.
+pub struct CudaTarget {
+    pub(crate) core: TargetCore,
+    graphs: HashMap<VerifyKey, VerifyGraph>,
+}
+
+/// Weights, cache, buffers and kernels: all that the graphs of a target launch.
+pub(crate) struct TargetCore {
+    pub(crate) device: Arc<Device>,
+    pub(crate) spec: TargetSpec,
+    pub(crate) decoder: Decoder,
+    pub(crate) kernels: LayerKernels,
+    pub(crate) rows: RowKernels,
+    pub(crate) acceptance: AcceptanceKernels,
+    pub(crate) compaction: CompactionKernels,
+    pub(crate) kv: KvCache,
+    pub(crate) head: HeadPass,
+    pub(crate) projection: Option<FeatureProjection>,
+    pub(crate) inputs: BatchInputs,
+    /// Made with the first step that samples.
+    sampler: Option<StepSampler>,
+    activations: Activations,
+    ragged: RowBuffers,
+    head_input: DeviceBuffer<bf16>,
+    head_parts: DeviceBuffer<f32>,
+    head_rows: DeviceBuffer<u32>,
+    hidden: DeviceBuffer<f32>,
+}
+
+impl CudaTarget {
+    /// Loads all weights to `device`, as bf16. With a drafter's checkpoint the target also computes that drafter's
+    /// features. `kv_tokens` rows of KV cache over all sequences, rounded up to whole blocks.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfDeviceMemory`] before anything is loaded, [`EngineError::Checkpoint`] for a missing or
+    /// misshapen tensor or a drafter made for another target, or a fault of the device.
+    pub fn load(
+        device: &Arc<Device>,
+        target: &TargetCheckpoint,
+        drafter: Option<&DrafterCheckpoint>,
+        kv_tokens: usize,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, EngineError> {
+        let config = &target.config;
+        device.bind()?;
+        options::preflight(device, config, kv_tokens)?;
+        let total_bytes = target.total_bytes();
+        let mut report = |done: usize| {
+            progress(LoadProgress {
+                done_bytes: total_bytes * done as u64 / (config.num_layers as u64 + 1),
+                total_bytes,
+            });
+        };
+        report(0);
+        let vocabulary = Arc::new(Vocabulary::load(device, target, true)?);
+        let weights = Weights::Checkpoint(target);
+        let decoder = Decoder::load(
+            device,
+            &weights,
+            "model.layers.",
+            "model.norm.weight",
+            decoder_shape(config),
+            &mut report,
+        )?;
+        let projection = drafter
+            .map(|drafter| FeatureProjection::load(device, drafter, config, MOST_FORWARD_ROWS))
+            .transpose()?;
+        report(config.num_layers + 1);
+        Self::assemble(device, config, vocabulary, decoder, projection, kv_tokens)
+    }
+
+    /// A target of the given shape with random weights made on the device, for benchmarks.
+    ///
+    /// # Errors
+    /// As [`CudaTarget::load`].
+    pub fn random(
+        device: &Arc<Device>,
+        config: &TargetConfig,
+        kv_tokens: usize,
+    ) -> Result<Self, EngineError> {
+        device.bind()?;
+        options::preflight(device, config, kv_tokens)?;
+        let vocabulary = Arc::new(Vocabulary::random(device, config)?);
+        let weights = Weights::<TargetCheckpoint>::Random;
+        let shape = decoder_shape(config);
+        let decoder = Decoder::load(device, &weights, "", "", shape, &mut |_| {})?;
+        Self::assemble(device, config, vocabulary, decoder, None, kv_tokens)
+    }
+
+    fn assemble(
+        device: &Arc<Device>,
+        config: &TargetConfig,
+        vocabulary: Arc<Vocabulary>,
+        decoder: Decoder,
+        projection: Option<FeatureProjection>,
+        kv_tokens: usize,
+    ) -> Result<Self, EngineError> {
+        let shape = decoder.shape;
+        let num_blocks = kv_tokens.div_ceil(BLOCK_TOKENS);
+        let blocks_per_sequence = config.context_length.div_ceil(BLOCK_TOKENS).min(num_blocks);
+        let kernels = LayerKernels {
+            linear: LinearKernels::load(device)?,
+            rotary: RotaryKernels::load(device, shape.attention())?,
+            attention: AttentionKernels::load(device, shape.attention())?,
+        };
+        let (major, minor) = device.capability();
+        let most_parts = decoder.most_parts();
+        let core = TargetCore {
+            spec: TargetSpec {
+                architecture: config.architecture.name(),
+                vocab_size: config.vocab_size,
+                hidden_size: config.hidden_size,
+                num_layers: config.num_layers,
+                context_length: config.context_length,
+                num_blocks,
+                feature_size: projection.as_ref().map(FeatureProjection::width),
+                numerics_profile: format!("bf16/sm_{major}{minor}/tp1/k{KERNEL_BUILD}"),
+            },
+            rows: RowKernels::load(device)?,
+            acceptance: AcceptanceKernels::load(device)?,
+            compaction: CompactionKernels::load(device)?,
+            kv: KvCache::new(device, shape.cache(num_blocks))?,
+            head: HeadPass::new(device, vocabulary, MOST_STEP_ROWS, crate::MOST_TOP)?,
+            inputs: BatchInputs::new(device, MOST_SEQUENCES, blocks_per_sequence, 0)?,
+            sampler: None,
+            activations: Activations::new(device, shape, MOST_FORWARD_ROWS, most_parts)?,
+            ragged: RowBuffers::new(
+                device,
+                RowLimits {
+                    rows: MOST_FORWARD_ROWS,
+                    sequences: MOST_FORWARD_SEQUENCES,
+                    blocks: blocks_per_sequence,
+                },
+            )?,
+            head_input: DeviceBuffer::zeroed(
+                device,
+                PackedRows::len(MOST_STEP_ROWS, shape.hidden),
+            )?,
+            head_parts: DeviceBuffer::zeroed(device, MOST_STEP_ROWS * most_parts)?,
+            head_rows: DeviceBuffer::zeroed(device, MOST_STEP_ROWS)?,
+            hidden: DeviceBuffer::zeroed(device, MOST_STEP_ROWS * shape.hidden)?,
+            device: device.clone(),
+            decoder,
+            kernels,
+            projection,
+        };
+        Ok(Self {
+            core,
+            graphs: HashMap::new(),
+        })
+    }
+
+    /// Bytes of all matrices that a forward with its head reads.
+    pub fn weight_bytes(&self) -> u64 {
+        let head = self.core.head.vocabulary.head.as_ref();
+        self.core.decoder.bytes() + head.map_or(0, crate::PackedLinear::bytes)
+    }
+
+    /// Runs some trees, all with one graph, and returns where their outcome will be.
+    fn step_trees(
+        &mut self,
+        batch: &[treespec_engine::TreeRows<'_>],
+    ) -> Result<Vec<treespec_engine::VerifiedTree>, EngineError> {
+        let sampled = self
+            .core
+            .prepare_sampling(batch.iter().map(|rows| rows.sampling))?;
+        let key = VerifyKey::of(batch, sampled);
+        if !self.graphs.contains_key(&key) {
+            let graph = VerifyGraph::capture(&mut self.core, key)?;
+            self.graphs.insert(key, graph);
+        }
+        let graph = self
+            .graphs
+            .get_mut(&key)
+            .expect("invariant: the graph was just inserted");
+        graph.run(&mut self.core, batch)
+    }
+}
+
+impl TargetCore {
+    /// Embeds rows and runs all layers.
+    pub(crate) fn forward_rows(
+        &self,
+        rows: &RowArrays,
+        tap: bool,
+    ) -> Result<FinalRows, EngineError> {
+        self.rows.embed(
+            rows.tokens,
+            self.head.vocabulary.embedding.ptr(),
+            self.spec.hidden_size,
+            self.activations.x.ptr(),
+            self.decoder.first_norm(),
+            self.activations.input(rows.bucket),
+            self.activations.parts.ptr(),
+        )?;
+        let taps = self
+            .projection
+            .as_ref()
+            .filter(|_| tap)
+            .map(FeatureProjection::taps);
+        Ok(self
+            .decoder
+            .forward(&self.kernels, &self.activations, &self.kv, |_| *rows, taps)?)
+    }
+
+    /// How the next steps choose: prepares the sampler when one of the sequences of a batch does not simply take the best
+    /// token. Returns whether it does.
+    pub(crate) fn prepare_sampling<'a>(
+        &mut self,
+        params: impl Iterator<Item = Option<&'a SamplingParams>> + Clone,
+    ) -> Result<bool, CudaError> {
+        if params.clone().flatten().all(SamplingParams::is_greedy) {
+            return Ok(false);
+        }
+        if self.sampler.is_none() {
+            let stride = self.head.logits().stride;
+            self.sampler = Some(StepSampler::new(
+                &self.device,
+                self.spec.vocab_size,
+                stride,
+            )?);
+        }
+        if let Some(sampler) = &mut self.sampler {
+            sampler.set(params)?;
+        }
+        Ok(true)
+    }
+
+    /// The input of the head after a forward of a row bucket.
+    pub(crate) fn final_input(&self, bucket: usize) -> PackedRows {
+        self.activations.input(bucket)
+    }
+
+    /// One forward of up to [`MOST_FORWARD_ROWS`] rows.
+    fn forward_group(
+        &mut self,
+        group: &[SequenceRows<'_>],
+    ) -> Result<Vec<ForwardOutput>, EngineError> {
+        let count = group.iter().map(|s| s.tokens.len()).max().unwrap_or(1);
+        let longest = group.iter().map(|s| s.committed + s.tokens.len()).max();
+        let trees = group
+            .iter()
+            .any(|s| matches!(s.shape, RowShape::Tree { .. }));
+        let tile_rows = self.kernels.attention.tile_rows(
+            group.len(),
+            count,
+            longest.unwrap_or(1),
+            trees,
+        );
+        let extent = self.ragged.fill(
+            &RowBatch {
+                sequences: group.to_vec(),
+            },
+            tile_rows,
+        )?;
+        self.ragged.upload(&self.rows, extent.paths)?;
+        let rows = self.ragged.arrays(extent);
+        let wants_features = group.iter().any(|s| s.features);
+        let last = self.forward_rows(&rows, wants_features)?;
+        let features = match &self.projection {
+            Some(projection) if wants_features => {
+                projection.project_all(&self.kernels.linear, &self.rows, rows.bucket)?;
+                let count = group.iter().map(|s| s.tokens.len()).sum::<usize>();
+                projection.rows.read_range(0, count * projection.width())?
+            }
+            _ => Vec::new(),
+        };
+        let requests: Vec<(u32, HeadRequest)> = group
+            .iter()
+            .flat_map(|s| s.head)
+            .zip(0u32..)
+            .filter_map(|(request, row)| request.map(|request| (row, request)))
+            .collect();
+        let mut heads = self.heads(&rows, last, &requests)?.into_iter();
+        let width = self.spec.feature_size.unwrap_or(0);
+        let mut start = 0;
+        let outputs = group.iter().map(|sequence| {
+            let wanted = sequence.head.iter().flatten().count();
+            let end = start + sequence.tokens.len();
+            let output = ForwardOutput {
+                head: heads.by_ref().take(wanted).collect(),
+                features: if sequence.features {
+                    features[start * width..end * width].to_vec()
+                } else {
+                    Vec::new()
+                },
+            };
+            start = end;
+            output
+        });
+        let outputs = outputs.collect();
+        self.device.stream().synchronize()?;
+        Ok(outputs)
+    }
+
+    /// The head over the rows that ask for it.
+    fn heads(
+        &self,
+        rows: &RowArrays,
+        last: FinalRows,
+        requests: &[(u32, HeadRequest)],
+    ) -> Result<Vec<HeadRow>, EngineError> {
+        let mut heads = Vec::with_capacity(requests.len());
+        for chunk in requests.chunks(MOST_STEP_ROWS) {
+            let bucket = row_bucket(chunk.len());
+            let mut sources: Vec<u32> = chunk.iter().map(|(row, _)| *row).collect();
+            sources.resize(bucket, u32::MAX);
+            self.head_rows.write(&sources)?;
+            let input = PackedRows::new(self.head_input.ptr(), self.spec.hidden_size, bucket);
+            let parts = (last.scale.parts, self.head_parts.ptr(), last.scale.count);
+            self.rows.gather(
+                self.head_rows.ptr(),
+                self.final_input(rows.bucket),
+                input,
+                Some(parts),
+            )?;
+            let scale = crate::RowScale {
+                parts: self.head_parts.ptr(),
+                ..last.scale
+            };
+            self.head.run(&self.kernels.linear, input, Some(scale))?;
+            let wanted: Vec<HeadRequest> = chunk.iter().map(|(_, request)| *request).collect();
+            let base = heads.len();
+            let rows = self.head.read_rows(&wanted);
+            heads.extend(rows.map_err(|error| error_from_row(error, base))?);
+        }
+        Ok(heads)
+    }
+}
+
+impl Backend for CudaTarget {
+    fn spec(&self) -> &TargetSpec {
+        &self.core.spec
+    }
+
+    fn forward(&mut self, batch: &RowBatch<'_>) -> Result<Vec<ForwardOutput>, EngineError> {
+        let core = &mut self.core;
+        core.device.bind()?;
+        for sequence in &batch.sequences {
+            sequence.validate(core.spec.vocab_size, core.spec.context_length)?;
+            if sequence.features && core.projection.is_none() {
+                return Err(EngineError::InvalidBatch(
+                    "features of a target that was loaded without a drafter".into(),
+                ));
+            }
+        }
+        let mut outputs = vec![ForwardOutput::default(); batch.sequences.len()];
+        for group in forward_groups(&batch.sequences)? {
+            let (owners, rows): (Vec<usize>, Vec<SequenceRows<'_>>) = group.into_iter().unzip();
+            for (owner, output) in owners.into_iter().zip(core.forward_group(&rows)?) {
+                outputs[owner].head.extend(output.head);
+                outputs[owner].features.extend(output.features);
+            }
+        }
+        Ok(outputs)
+    }
+
+    fn compact(
+        &mut self,
+        table: &BlockTable,
+        committed: usize,
+        path: &[usize],
+    ) -> Result<(), EngineError> {
+        let ascends = path.windows(2).all(|pair| pair[0] < pair[1]);
+        let fits = path
+            .last()
+            .is_none_or(|last| committed + last < table.capacity());
+        if !ascends || !fits {
+            return Err(EngineError::InvalidBatch(format!(
+                "cannot compact path {path:?} behind {committed} rows"
+            )));
+        }
+        if path.is_empty() {
+            return Ok(());
+        }
+        self.core.device.bind()?;
+        let words = |values: Vec<u32>| DeviceBuffer::from_slice(&self.core.device, &values);
+        let path = words(path.iter().map(|&row| row as u32).collect())?;
+        let count = words(vec![path.len() as u32])?;
+        let start = words(vec![committed as u32])?;
+        let blocks = words(table.blocks().iter().map(|block| block.0).collect())?;
+        self.core.compaction.compact(
+            &self.core.kv,
+            AcceptedPaths {
+                sequences: 1,
+                path: path.ptr(),
+                path_stride: path.len(),
+                counts: count.ptr(),
+                committed: start.ptr(),
+                tables: blocks.ptr(),
+                table_stride: blocks.len(),
+            },
+        )?;
+        // The buffers of the call go with it.
+        Ok(self.core.device.stream().synchronize()?)
+    }
+
+    fn head_topk(&mut self, hidden: &[f32], k: usize) -> Result<Vec<HeadRow>, EngineError> {
+        let core = &self.core;
+        core.device.bind()?;
+        core.head.select_hidden(
+            &core.kernels.linear,
+            &core.rows,
+            &core.hidden,
+            &core.head_input,
+            hidden,
+            k,
+        )
+    }
+
+    fn step(&mut self, batch: &StepBatch<'_>) -> Result<StepOutput, EngineError> {
+        let started = Instant::now();
+        let (vocab_size, context_length) =
+            (self.core.spec.vocab_size, self.core.spec.context_length);
+        for tree in &batch.trees {
+            tree.validate(vocab_size, context_length)?;
+            if tree.features && self.core.projection.is_none() {
+                return Err(EngineError::InvalidBatch(
+                    "features of a target that was loaded without a drafter".into(),
+                ));
+            }
+        }
+        let rows = if batch.rows.is_empty() {
+            Vec::new()
+        } else {
+            self.forward(&RowBatch {
+                sequences: batch.rows.clone(),
+            })?
+        };
+        self.core.device.bind()?;
+        let mut trees = Vec::with_capacity(batch.trees.len());
+        for group in verify_graph::groups(&batch.trees) {
+            trees.extend(self.step_trees(group)?);
+        }
+        Ok(StepOutput {
+            rows,
+            trees,
+            forward: started.elapsed(),
+            accept: std::time::Duration::ZERO,
+        })
+    }
+}
+
+/// Cuts sequences into forwards of up to [`MOST_FORWARD_ROWS`] rows: the index of the sequence and some of its rows. A
+/// chain may be cut anywhere, since its later rows find the earlier ones in the cache.
+fn forward_groups<'a>(
+    sequences: &[SequenceRows<'a>],
+) -> Result<Vec<Vec<(usize, SequenceRows<'a>)>>, EngineError> {
+    let mut groups = Vec::new();
+    let mut group = Vec::new();
+    let mut room = MOST_FORWARD_ROWS;
+    for (index, sequence) in sequences.iter().enumerate() {
+        let rows = sequence.tokens.len();
+        let is_tree = matches!(sequence.shape, RowShape::Tree { .. });
+        if is_tree && rows > MOST_FORWARD_ROWS {
+            return Err(EngineError::InvalidBatch(format!(
+                "a tree of {rows} nodes: the device takes up to {MOST_FORWARD_ROWS}"
+            )));
+        }
+        let mut start = 0;
+        while start < rows {
+            if room == 0 || is_tree && room < rows || group.len() == MOST_FORWARD_SEQUENCES {
+                groups.push(std::mem::take(&mut group));
+                room = MOST_FORWARD_ROWS;
+            }
+            let end = rows.min(start + room);
+            group.push((
+                index,
+                SequenceRows {
+                    committed: sequence.committed + start,
+                    tokens: &sequence.tokens[start..end],
+                    head: &sequence.head[start..end],
+                    ..sequence.clone()
+                },
+            ));
+            room -= end - start;
+            start = end;
+        }
+    }
+    groups.push(group);
+    groups.retain(|group| !group.is_empty());
+    Ok(groups)
+}
+
+fn decoder_shape(config: &TargetConfig) -> DecoderShape {
+    DecoderShape {
+        hidden: config.hidden_size,
+        intermediate: config.intermediate_size,
+        heads: config.num_heads,
+        kv_heads: config.num_kv_heads,
+        head_dim: config.head_dim,
+        layers: config.num_layers,
+        eps: config.rms_norm_eps,
+        rope_theta: config.rope_theta,
+        head_norms: config.architecture == Architecture::Qwen3,
+    }
+}
