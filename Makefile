@@ -49,9 +49,10 @@ check-format: ## cargo fmt --check
 	else $(call skip,formatting: rustfmt is missing (rustup component add rustfmt)); fi
 
 .PHONY: check-lints
-check-lints: ## clippy, warnings are errors
+check-lints: ## clippy with and without the GPU, warnings are errors
 	@if $(CARGO) clippy --version >/dev/null 2>&1; then \
-		$(CARGO) clippy --workspace --all-targets --locked -- -D warnings; \
+		$(CARGO) clippy --workspace --all-targets --locked -- -D warnings \
+		&& $(CARGO) clippy --package treespec-cli --all-targets --features cuda --locked -- -D warnings; \
 	else $(call skip,lints: clippy is missing (rustup component add clippy)); fi
 
 .PHONY: check-protos

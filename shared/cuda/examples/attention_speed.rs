@@ -58,8 +58,14 @@ impl Bench {
                 let queries = self.queries.ptr();
                 match plan {
                     Some(plan) => {
-                        self.kernels
-                            .attend_as(plan, queries, layer, rows, Visibility::Rows, out)?;
+                        self.kernels.attend_as(
+                            plan,
+                            queries,
+                            layer,
+                            rows,
+                            Visibility::Rows,
+                            out,
+                        )?;
                     }
                     None => self
                         .kernels

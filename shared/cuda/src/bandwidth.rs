@@ -24,12 +24,7 @@ pub fn copy_bandwidth(device: &Arc<Device>) -> Result<f64, CudaError> {
         // SAFETY: both buffers have this many bytes and live until the copy has ended.
         check(
             unsafe {
-                sys::cuMemcpyDtoDAsync_v2(
-                    target.ptr().0,
-                    source.ptr().0,
-                    BYTES,
-                    device.stream().0,
-                )
+                sys::cuMemcpyDtoDAsync_v2(target.ptr().0, source.ptr().0, BYTES, device.stream().0)
             },
             "cuMemcpyDtoDAsync",
         )?;

@@ -6,7 +6,7 @@ use treespec_engine::BlockId;
 
 use crate::draft_tree::BatchState;
 use crate::rows::{BlockContexts, RowKernels};
-use crate::{CudaError, Device, DeviceBuffer, DevicePtr, PinnedBuffer};
+use crate::{CudaError, Device, DeviceBuffer, PinnedBuffer};
 
 /// Says "none" in arrays of tokens and blocks.
 const NONE: u32 = u32::MAX;
@@ -34,7 +34,6 @@ pub(crate) struct BatchInputs {
     device: DeviceBuffer<u32>,
     /// Blocks of a target's and of a drafter's table.
     strides: [usize; 2],
-    capacity: usize,
 }
 
 /// Where the arrays of a bucket of sequences lie in the device copy, in words.
@@ -77,7 +76,8 @@ impl BatchInputs {
         context_blocks: usize,
     ) -> Result<Self, CudaError> {
         let capacity = sequence_bucket(sequences);
-        let strides = [target_blocks, context_blocks].map(|blocks| blocks.max(1).next_multiple_of(4));
+        let strides =
+            [target_blocks, context_blocks].map(|blocks| blocks.max(1).next_multiple_of(4));
         let words = Arrays {
             sequences: capacity,
             strides,
@@ -87,13 +87,7 @@ impl BatchInputs {
             host: PinnedBuffer::new(device, words)?,
             device: DeviceBuffer::zeroed(device, words)?,
             strides,
-            capacity,
         })
-    }
-
-    /// Most sequences of a step.
-    pub(crate) fn capacity(&self) -> usize {
-        self.capacity
     }
 
     /// Blocks of a target's table.
@@ -156,11 +150,6 @@ impl BatchInputs {
             tables: self.device.offset(arrays.table(1)),
             table_stride: self.strides[1],
         }
-    }
-
-    /// Rows in the drafter's cache, u32 per sequence.
-    pub(crate) fn context_rows(&self, sequences: usize) -> DevicePtr {
-        self.contexts(sequences).context_rows
     }
 
     fn arrays(&self, sequences: usize) -> Arrays {

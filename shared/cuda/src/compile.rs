@@ -176,10 +176,7 @@ fn options(architecture: &str, defines: &[(&str, String)]) -> Vec<String> {
 }
 
 fn with_prelude(source: &KernelSource) -> String {
-    format!(
-        "{PRELUDE}\n#line 1 \"{}\"\n{}",
-        source.name, source.text
-    )
+    format!("{PRELUDE}\n#line 1 \"{}\"\n{}", source.name, source.text)
 }
 
 /// Compiles a kernel file for an architecture, for example `sm_120`, whether or not such a device is there. Needs the

@@ -98,7 +98,9 @@ impl<S: TensorSource> Weights<'_, S> {
                 let rows = names.iter().map(|(_, [rows, _])| rows).sum();
                 let depth = names.first().map_or(0, |(_, [_, depth])| *depth);
                 let scale = 1.0 / (depth as f32).sqrt();
-                Ok(PackedLinear::random(device, rows, depth, layout, seed, scale)?)
+                Ok(PackedLinear::random(
+                    device, rows, depth, layout, seed, scale,
+                )?)
             }
         }
     }
@@ -137,7 +139,6 @@ struct DecoderLayer {
 
 /// All layers of a model, and the norm behind them.
 pub(crate) struct Decoder {
-    device: Arc<Device>,
     pub(crate) shape: DecoderShape,
     layers: Vec<DecoderLayer>,
     final_norm: DeviceBuffer<f32>,
@@ -185,7 +186,6 @@ impl Decoder {
         }
         let frequencies = inverse_frequencies(shape.rope_theta, shape.head_dim);
         Ok(Self {
-            device: device.clone(),
             layers,
             final_norm: weights.vector(device, final_norm, shape.hidden)?,
             inverse_frequencies: DeviceBuffer::from_slice(device, &frequencies)?,
@@ -219,14 +219,14 @@ impl Decoder {
     }
 
     /// The keys-and-values part of a layer's checkpoint names: the drafter's context goes through it alone.
-    pub(crate) fn key_value_names(
-        &self,
-        prefix: &str,
-        layer: usize,
-    ) -> [(String, [usize; 2]); 2] {
+    pub(crate) fn key_value_names(&self, prefix: &str, layer: usize) -> [(String, [usize; 2]); 2] {
         let (kv, hidden) = (self.shape.key_width(), self.shape.hidden);
-        ["k_proj", "v_proj"]
-            .map(|name| (format!("{prefix}{layer}.self_attn.{name}.weight"), [kv, hidden]))
+        ["k_proj", "v_proj"].map(|name| {
+            (
+                format!("{prefix}{layer}.self_attn.{name}.weight"),
+                [kv, hidden],
+            )
+        })
     }
 
     /// Runs all layers on embedded rows (see [`Activations`]) and stores their keys and values. `rows_of` describes the

@@ -27,8 +27,8 @@ use crate::rows::{BLOCK_VARIANTS, BlockContexts, BlockShape, RowKernels};
 use crate::step_rows::{RowKind, StepRows, context_bucket};
 use crate::vocabulary::Vocabulary;
 use crate::{CudaError, Device, DeviceBuffer, DevicePtr, PackedRows, row_bucket};
-pub(crate) use draft_graph::{DraftKey, read_draft};
 use draft_graph::DraftGraph;
+pub(crate) use draft_graph::{DraftKey, read_draft};
 
 /// Rows of one forward of blocks, and of one pass of context rows.
 pub(crate) const MOST_BLOCK_ROWS: usize = 256;
@@ -154,7 +154,11 @@ impl CudaDrafter {
     }
 
     /// Makes room for the blocks and tells the device where they are.
-    fn fill_inputs(&mut self, blocks: &[BlockRequest], depths: &[usize]) -> Result<(), EngineError> {
+    fn fill_inputs(
+        &mut self,
+        blocks: &[BlockRequest],
+        depths: &[usize],
+    ) -> Result<(), EngineError> {
         for block in blocks {
             self.check_token(block.root_token)?;
             self.contexts.reserve_block(block.context)?;

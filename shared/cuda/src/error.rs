@@ -27,7 +27,9 @@ pub enum CudaError {
         count: usize,
     },
     /// The device is too old for the kernels.
-    #[error("cuda:{ordinal} ({name}) has compute capability {major}.{minor}; the kernels need 9.0 or later")]
+    #[error(
+        "cuda:{ordinal} ({name}) has compute capability {major}.{minor}; the kernels need 9.0 or later"
+    )]
     TooOld {
         /// The device asked for.
         ordinal: usize,

@@ -66,11 +66,6 @@ impl FeatureProjection {
         &self.taps
     }
 
-    /// Bytes of the matrix.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.fc.bytes()
-    }
-
     /// Features of all rows of a forward, to [`FeatureProjection::rows`].
     pub(crate) fn project_all(
         &self,

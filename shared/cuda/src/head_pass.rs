@@ -55,11 +55,6 @@ impl HeadPass {
         (row_bucket(rows) * vocab.next_multiple_of(64)) as u64 * 4
     }
 
-    /// Rows of one pass.
-    pub(crate) fn rows(&self) -> usize {
-        self.rows
-    }
-
     /// The logits of packed rows, `scale` being the rest of the norm in front of the head.
     pub(crate) fn run(
         &self,

@@ -33,10 +33,12 @@ pub fn kernel_variants() -> Vec<KernelVariant> {
         },
     ];
     for vocab in [49_152, 151_936, 248_320] {
-        variants.extend(head_select::definitions(vocab).map(|defines| KernelVariant {
-            source: head_select::SOURCE,
-            defines: defines.to_vec(),
-        }));
+        variants.extend(
+            head_select::definitions(vocab).map(|defines| KernelVariant {
+                source: head_select::SOURCE,
+                defines: defines.to_vec(),
+            }),
+        );
     }
     // SmolLM2-135M and its drafter, Qwen3-8B, and a head that is no multiple of 32.
     for (head_dim, group) in [(64, 3), (128, 4), (40, 3)] {

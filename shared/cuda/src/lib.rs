@@ -33,30 +33,32 @@ mod target;
 mod vocabulary;
 
 pub use acceptance::{
-    AcceptanceBuffers, AcceptanceKernels, MOST_PATH, Outcome, RootRows, TargetChoices, VerifiedRows,
-    Walked,
+    AcceptanceBuffers, AcceptanceKernels, MOST_PATH, Outcome, RootRows, TargetChoices,
+    VerifiedRows, Walked,
 };
 pub use attention::{AttentionKernels, AttentionPlan, AttentionShape, Visibility};
-pub use kv_cache::{AcceptedPaths, CompactionKernels, KvCache, KvLayer, KvShape, padded_dim};
-pub use rotary::{ContextRows, HeadNorms, RotaryKernels};
-pub use row_metadata::{MAX_PATH, NewRow, RowArrays, RowBuffers, RowExtent, RowLimits, RowWriter, Sight};
 pub use bandwidth::copy_bandwidth;
 pub use buffer::{DeviceBuffer, DevicePtr, DeviceValue, PinnedBuffer};
 pub use compile::{Function, KernelSource, Module, compile_for};
 pub use device::{Device, Stream};
-pub use drafter::CudaDrafter;
 pub use draft_tree::{
     BatchState, DraftCandidates, DraftRecords, DraftRows, DraftTreeKernels, MOST_DEPTHS,
 };
+pub use drafter::CudaDrafter;
 pub use error::CudaError;
 pub use graph::{Event, Graph};
 pub use head_select::{HeadLogits, HeadSelectKernels, HeadTop, HeadTopBuffers, MOST_TOP};
 pub use kernel_variants::{KernelVariant, kernel_variants};
+pub use kv_cache::{AcceptedPaths, CompactionKernels, KvCache, KvLayer, KvShape, padded_dim};
 pub use launch::{Argument, Launch, profile_kernels};
 pub use linear::{
     Epilogue, Layout, LinearKernels, LinearShape, LinearTuning, PackedLinear, RowScale, Tap,
 };
+pub use rotary::{ContextRows, HeadNorms, RotaryKernels};
+pub use row_metadata::{
+    MAX_PATH, NewRow, RowArrays, RowBuffers, RowExtent, RowLimits, RowWriter, Sight,
+};
 pub use rows::{PackedRows, RowKernels, row_bucket};
+pub use sampling::{SampledRows, Sampler, SamplerRoom};
 pub use speculator::CudaSpeculator;
 pub use target::CudaTarget;
-pub use sampling::{SampledRows, Sampler, SamplerRoom};

@@ -152,6 +152,7 @@ pub struct RowKernels {
     block: Function,
     accepted: Function,
     tree: Function,
+    mark: Function,
 }
 
 impl RowKernels {
@@ -170,6 +171,7 @@ impl RowKernels {
             block: module.function("block_rows")?,
             accepted: module.function("accepted_rows")?,
             tree: module.function("tree_rows")?,
+            mark: module.function("mark_time")?,
             device: device.clone(),
         })
     }
@@ -300,6 +302,14 @@ impl RowKernels {
             .arg(target)
             .arg(count as u32)
             .run(&self.device)
+    }
+
+    /// Writes the nanoseconds of the device's clock to `at`, u64, when everything before has ended.
+    ///
+    /// # Errors
+    /// When the launch is refused.
+    pub fn mark(&self, at: DevicePtr) -> Result<(), CudaError> {
+        Launch::new(&self.mark).block(1).arg(at).run(&self.device)
     }
 
     /// Describes the rows of the blocks of `sequences` contexts in the row bucket `rows`.

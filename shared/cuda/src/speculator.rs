@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
 use treespec_engine::{
@@ -21,6 +21,9 @@ use crate::target::{
     AcceptedBuffers, AcceptedHeads, CudaTarget, MOST_STEP_ROWS, wait_for_outcomes, walked,
 };
 use crate::{Device, Graph};
+use stage_times::StageTimes;
+
+mod stage_times;
 
 /// Target and drafter in bf16 that share a device, its stream, the embedding and the head.
 pub struct CudaSpeculator {
@@ -68,10 +71,7 @@ impl CudaSpeculator {
     }
 
     /// Runs steps of one shape that fit one graph.
-    fn run_group(
-        &mut self,
-        steps: &[SpeculativeStep<'_>],
-    ) -> Result<Vec<Speculated>, EngineError> {
+    fn run_group(&mut self, steps: &[SpeculativeStep<'_>]) -> Result<Vec<Speculated>, EngineError> {
         let started = Instant::now();
         let longest = steps.iter().map(|step| step.committed).max().unwrap_or(0);
         let spec = self.drafter.spec();
@@ -90,9 +90,15 @@ impl CudaSpeculator {
             .graphs
             .get_mut(&(key, sampled))
             .expect("invariant: the graph was just inserted");
-        match &graph.graph {
+        let reads_clock = graph.times.next_is_read();
+        let captured = if reads_clock {
+            &graph.timed
+        } else {
+            &graph.graph
+        };
+        match captured {
             Some(captured) if !self.target.core.device.is_profiled() => captured.launch()?,
-            _ => graph.launches(&self.target, &self.drafter, &self.inputs)?,
+            _ => graph.launches(&self.target, &self.drafter, &self.inputs, false)?,
         }
         let core = &self.target.core;
         let outcomes = wait_for_outcomes(
@@ -101,10 +107,14 @@ impl CudaSpeculator {
             &mut graph.steps[..steps.len()],
         )?;
         let requests = steps.iter().map(|step| step.head);
-        if requests.clone().any(|head| head != HeadRequest::ARGMAX) {
+        if reads_clock || requests.clone().any(|head| head != HeadRequest::ARGMAX) {
             core.device.stream().synchronize()?;
         }
+        if reads_clock {
+            graph.times.read();
+        }
         let heads = AcceptedHeads::read(core, &graph.rows, requests)?;
+        let [draft, head, build, forward, accept] = graph.times.split(started.elapsed());
         let mut speculated = Vec::with_capacity(steps.len());
         for (sequence, (step, outcome)) in steps.iter().zip(outcomes).enumerate() {
             let walked = walked(outcome)?;
@@ -122,11 +132,11 @@ impl CudaSpeculator {
                         bonus: walked.bonus,
                     },
                 },
-                draft: Duration::ZERO,
-                head: Duration::ZERO,
-                build: Duration::ZERO,
-                forward: started.elapsed(),
-                accept: Duration::ZERO,
+                draft,
+                head,
+                build,
+                forward,
+                accept,
             });
         }
         Ok(speculated)
@@ -261,7 +271,10 @@ struct SpeculativeGraph {
     accepted: AcceptedBuffers,
     /// Steps that each place of the batch has made.
     steps: Vec<u32>,
+    times: StageTimes,
     graph: Option<Graph>,
+    /// The same with the device's clock read between the stages.
+    timed: Option<Graph>,
 }
 
 impl SpeculativeGraph {
@@ -291,15 +304,19 @@ impl SpeculativeGraph {
             acceptance: AcceptanceBuffers::new(device, key.sequences)?,
             accepted: AcceptedBuffers::new(device, key.sequences, path)?,
             steps: vec![0; key.sequences],
+            times: StageTimes::new(device)?,
             graph: None,
+            timed: None,
         };
         speculator.inputs.fill(key.sequences, &[]);
-        step.launches(target, drafter, &speculator.inputs)?;
+        let inputs = &speculator.inputs;
+        step.launches(target, drafter, inputs, true)?;
         device.stream().synchronize()?;
-        let graph = Graph::capture(device, || {
-            step.launches(target, drafter, &speculator.inputs)
-        })?;
+        let capture =
+            |timed| Graph::capture(device, || step.launches(target, drafter, inputs, timed));
+        let (graph, timed) = (capture(false)?, capture(true)?);
         step.graph = Some(graph);
+        step.timed = Some(timed);
         Ok(step)
     }
 
@@ -308,17 +325,27 @@ impl SpeculativeGraph {
         target: &CudaTarget,
         drafter: &CudaDrafter,
         inputs: &BatchInputs,
+        timed: bool,
     ) -> Result<(), EngineError> {
         let (target, drafter) = (&target.core, &drafter.core);
+        let mark = |stage| match timed {
+            true => self.times.mark(&target.rows, stage),
+            false => Ok(()),
+        };
         let count = self.key.sequences;
         inputs.upload(&target.rows, count)?;
         let (state, contexts) = (inputs.state(count), inputs.contexts(count));
 
+        mark(0)?;
         let last = drafter.block_forward(&self.blocks, contexts)?;
+        mark(1)?;
         drafter.block_candidates(&self.blocks, last, self.key.candidates)?;
+        mark(2)?;
         drafter.build_drafts(self.key, state, &self.rows, &self.records)?;
+        mark(3)?;
 
         let choices = target.choose(&self.rows, state, true, self.sampled)?;
+        mark(4)?;
         target.acceptance.accept(
             count,
             choices,
@@ -330,7 +357,8 @@ impl SpeculativeGraph {
         if self.key.budget.is_some() {
             target.compact_accepted(count, state, &self.acceptance)?;
         }
-        self.extend_contexts(target, drafter, inputs)
+        self.extend_contexts(target, drafter, inputs)?;
+        Ok(mark(5)?)
     }
 
     /// The features of the accepted rows go into the drafter's contexts.

@@ -22,17 +22,19 @@ use crate::batch_inputs::BatchInputs;
 use crate::decoder::{Decoder, DecoderShape, FinalRows, LayerKernels, Weights};
 use crate::features::FeatureProjection;
 use crate::head_pass::{HeadPass, error_from_row};
-use crate::kv_cache::{AcceptedPaths, KvCache, CompactionKernels};
+use crate::kv_cache::{AcceptedPaths, CompactionKernels, KvCache};
 use crate::linear::LinearKernels;
-use crate::row_metadata::{RowArrays, RowBuffers, RowLimits};
 use crate::rotary::RotaryKernels;
+use crate::row_metadata::{RowArrays, RowBuffers, RowLimits};
 use crate::rows::RowKernels;
 use crate::vocabulary::Vocabulary;
 use crate::{CudaError, Device, DeviceBuffer, PackedRows, row_bucket};
-use treespec_sampling::SamplingParams;
-pub(crate) use options::{KERNEL_BUILD, MOST_FORWARD_ROWS, MOST_FORWARD_SEQUENCES, MOST_SEQUENCES, MOST_STEP_ROWS};
-pub(crate) use verify_graph::{AcceptedBuffers, AcceptedHeads, wait_for_outcomes, walked};
+pub(crate) use options::{
+    KERNEL_BUILD, MOST_FORWARD_ROWS, MOST_FORWARD_SEQUENCES, MOST_SEQUENCES, MOST_STEP_ROWS,
+};
 use step_sampler::StepSampler;
+use treespec_sampling::SamplingParams;
+pub(crate) use verify_graph::{AcceptedBuffers, AcceptedHeads, wait_for_outcomes, walked};
 use verify_graph::{VerifyGraph, VerifyKey};
 
 /// Llama or Qwen3 dense target in bf16.
@@ -278,12 +280,10 @@ impl TargetCore {
         let trees = group
             .iter()
             .any(|s| matches!(s.shape, RowShape::Tree { .. }));
-        let tile_rows = self.kernels.attention.tile_rows(
-            group.len(),
-            count,
-            longest.unwrap_or(1),
-            trees,
-        );
+        let tile_rows =
+            self.kernels
+                .attention
+                .tile_rows(group.len(), count, longest.unwrap_or(1), trees);
         let extent = self.ragged.fill(
             &RowBatch {
                 sequences: group.to_vec(),

@@ -34,4 +34,4 @@ pub use head_topk::{HeadRow, ScoredToken};
 pub use kv_cache::{BLOCK_TOKENS, BlockId, BlockPool, BlockTable};
 pub use rotary::inverse_frequencies;
 pub use speculator::{Colocated, Speculated, SpeculativeStep, Speculator};
-pub use verification::{step_by_forward, StepBatch, StepOutput, TreeRows, VerifiedTree};
+pub use verification::{StepBatch, StepOutput, TreeRows, VerifiedTree, step_by_forward};

@@ -130,11 +130,7 @@ pub(crate) async fn run(args: EngineArgs) -> Result<()> {
     let nodes = shapes.iter().map(|&shape| most_nodes(shape, block_size));
     let kv_tokens = kv_tokens(&asked.questions, args.batch, nodes.max().unwrap_or(0));
     let model = load(&args.models, &target, &drafter, kv_tokens, args.batch)?;
-    let mut decoder = Decoder::new(
-        model,
-        target.config.eos_token_ids.clone(),
-        args.sampling(),
-    );
+    let mut decoder = Decoder::new(model, target.config.eos_token_ids.clone(), args.sampling());
 
     let Measurements { runs, answers } =
         measure(&mut decoder, &args, &shapes, &asked.questions).await?;

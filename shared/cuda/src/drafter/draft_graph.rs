@@ -149,9 +149,9 @@ impl DraftCore {
         rows: &StepRows,
         records: &DraftRecords,
     ) -> Result<(), EngineError> {
-        let candidates =
-            self.head
-                .candidates(self.spec.block_size, key.depths, key.candidates);
+        let candidates = self
+            .head
+            .candidates(self.spec.block_size, key.depths, key.candidates);
         match key.budget {
             None => self.trees.chain(
                 key.sequences,

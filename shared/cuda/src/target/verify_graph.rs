@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use treespec_engine::{
-    EngineError, HeadRequest, HeadRow, ScoredToken, TreeRows, VerifiedTree,
-};
+use treespec_engine::{EngineError, HeadRequest, HeadRow, ScoredToken, TreeRows, VerifiedTree};
 use treespec_tree::{Acceptance, TokenTree};
 
 use super::{MOST_SEQUENCES, MOST_STEP_ROWS, TargetCore};
@@ -390,7 +388,10 @@ impl AcceptedHeads {
         requests: impl Iterator<Item = HeadRequest> + Clone,
     ) -> Result<Self, EngineError> {
         let stride = rows.stride;
-        if requests.clone().all(|request| request == HeadRequest::ARGMAX) {
+        if requests
+            .clone()
+            .all(|request| request == HeadRequest::ARGMAX)
+        {
             return Ok(Self {
                 stride,
                 rows: Vec::new(),
@@ -409,7 +410,10 @@ impl AcceptedHeads {
     pub(crate) fn of(&self, sequence: usize, walked: &Walked) -> Vec<HeadRow> {
         if !self.rows.is_empty() {
             let start = sequence * self.stride;
-            let rows = walked.path.iter().map(|node| self.rows[start + node].clone());
+            let rows = walked
+                .path
+                .iter()
+                .map(|node| self.rows[start + node].clone());
             return rows.collect();
         }
         let chosen = walked.tokens.iter().skip(1).chain([&walked.bonus]);

@@ -19,8 +19,12 @@ extern "C" __global__ void add_to(float* values, float amount, u32 count, u32* s
 
 #[test]
 fn a_graph_runs_its_launches_in_order() {
-    let Some(device) = crate::device() else { return };
-    let module = device.module(&ADD, &[("SCALE", "2.0f".to_owned())]).unwrap();
+    let Some(device) = crate::device() else {
+        return;
+    };
+    let module = device
+        .module(&ADD, &[("SCALE", "2.0f".to_owned())])
+        .unwrap();
     let function = module.function("add_to").unwrap();
     let values = DeviceBuffer::from_slice(&device, &vec![1.0f32; 1000]).unwrap();
     let seen = PinnedBuffer::<u32>::new(&device, 1).unwrap();
@@ -46,25 +50,38 @@ fn a_graph_runs_its_launches_in_order() {
     assert_eq!(seen.read_volatile(0), 100);
     let spans = profile_kernels(&device, launches).unwrap();
     assert_eq!(spans.len(), 50);
-    assert!(spans.iter().all(|(name, ms)| *name == "add_to" && *ms > 0.0));
+    assert!(
+        spans
+            .iter()
+            .all(|(name, ms)| *name == "add_to" && *ms > 0.0)
+    );
 }
 
 #[test]
 fn a_broken_kernel_is_an_error_in_one_line() {
-    let Some(device) = crate::device() else { return };
+    let Some(device) = crate::device() else {
+        return;
+    };
     let source = KernelSource {
         name: "broken.cu",
         text: "extern \"C\" __global__ void broken() { not_a_name(); }",
     };
     let error = device.module(&source, &[]).unwrap_err().to_string();
-    assert!(error.contains("broken.cu") && error.contains("not_a_name"), "{error}");
+    assert!(
+        error.contains("broken.cu") && error.contains("not_a_name"),
+        "{error}"
+    );
     assert!(!error.contains('\n'));
 }
 
 #[test]
 fn too_much_memory_is_an_error_and_not_the_end() {
-    let Some(device) = crate::device() else { return };
-    let error = DeviceBuffer::<u8>::uninit(&device, 1 << 42).map(|_| ()).unwrap_err();
+    let Some(device) = crate::device() else {
+        return;
+    };
+    let error = DeviceBuffer::<u8>::uninit(&device, 1 << 42)
+        .map(|_| ())
+        .unwrap_err();
     assert!(matches!(error, CudaError::OutOfMemory { .. }), "{error}");
     assert!(device.preflight("a test", 1 << 42).is_err());
     assert!(DeviceBuffer::<u8>::zeroed(&device, 64).is_ok());

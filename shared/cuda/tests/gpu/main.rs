@@ -1,5 +1,7 @@
 //! Tests that need a GPU. Where there is none each says so and passes.
 
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
 use std::sync::{Arc, OnceLock};
 
 use treespec_cuda::Device;
@@ -17,9 +19,12 @@ fn device() -> Option<Arc<Device>> {
 }
 
 mod acceptance;
+mod attention;
 mod draft_tree;
 mod head_select;
 mod infrastructure;
+mod kv_cache;
 mod linear;
 mod models;
+mod rotary;
 mod sampling;

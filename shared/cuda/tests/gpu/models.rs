@@ -94,7 +94,11 @@ fn run_chain(
 ) -> Vec<HeadRow> {
     let head = vec![Some(TOP); tokens.len()];
     let sequences = vec![chain(table, committed, tokens, &head)];
-    backend.forward(&RowBatch { sequences }).unwrap().remove(0).head
+    backend
+        .forward(&RowBatch { sequences })
+        .unwrap()
+        .remove(0)
+        .head
 }
 
 fn bits(rows: &[HeadRow]) -> Vec<Vec<(u32, u32)>> {
@@ -112,7 +116,9 @@ fn bits(rows: &[HeadRow]) -> Vec<Vec<(u32, u32)>> {
 
 #[test]
 fn log_probs_are_near_those_of_the_cpu() {
-    let Some(device) = crate::device() else { return };
+    let Some(device) = crate::device() else {
+        return;
+    };
     for name in CASES {
         let (checkpoint, _) = checkpoints(name, "drafter");
         let options = TargetOptions {
@@ -138,7 +144,9 @@ fn log_probs_are_near_those_of_the_cpu() {
 
 #[test]
 fn the_bits_of_a_row_do_not_depend_on_its_batch() {
-    let Some(device) = crate::device() else { return };
+    let Some(device) = crate::device() else {
+        return;
+    };
     for name in CASES {
         let mut gpu = target(&device, name);
         let mut tables = Tables::new(&gpu);
@@ -177,7 +185,9 @@ fn random_tree(random: &mut StdRng, nodes: usize) -> TokenTree {
 
 #[test]
 fn tree_nodes_have_the_bits_of_their_own_path() {
-    let Some(device) = crate::device() else { return };
+    let Some(device) = crate::device() else {
+        return;
+    };
     for name in CASES {
         let mut gpu = target(&device, name);
         let mut tables = Tables::new(&gpu);
@@ -217,12 +227,16 @@ fn tree_nodes_have_the_bits_of_their_own_path() {
 
 #[test]
 fn a_step_is_a_forward_a_walk_and_a_compaction() {
-    let Some(device) = crate::device() else { return };
+    let Some(device) = crate::device() else {
+        return;
+    };
     for name in CASES {
         let mut gpu = target(&device, name);
         let mut tables = Tables::new(&gpu);
         let mut random = StdRng::seed_from_u64(5);
-        let prompts: Vec<Vec<u32>> = (0..3).map(|i| prompt(10 + i, 40 + 7 * i as usize)).collect();
+        let prompts: Vec<Vec<u32>> = (0..3)
+            .map(|i| prompt(10 + i, 40 + 7 * i as usize))
+            .collect();
         let trees: Vec<TokenTree> = [1, 20, 12].map(|n| random_tree(&mut random, n)).to_vec();
         for head in [HeadRequest::ARGMAX, TOP] {
             let mut outputs = Vec::new();
@@ -256,8 +270,7 @@ fn a_step_is_a_forward_a_walk_and_a_compaction() {
                 // What was committed is there for the next row.
                 let next: Vec<_> = (0..3)
                     .map(|i| {
-                        let committed =
-                            prompts[i].len() + output.trees[i].acceptance.path.len();
+                        let committed = prompts[i].len() + output.trees[i].acceptance.path.len();
                         let bonus = output.trees[i].acceptance.bonus;
                         bits(&run_chain(&mut gpu, &own[i], committed, &[bonus]))
                     })
@@ -281,12 +294,16 @@ fn a_step_is_a_forward_a_walk_and_a_compaction() {
 /// Feature rows as a target would send them.
 fn features(rows: usize, width: usize, seed: u64) -> Vec<f32> {
     let mut random = StdRng::seed_from_u64(seed);
-    (0..rows * width).map(|_| random.random_range(-1.5f32..1.5)).collect()
+    (0..rows * width)
+        .map(|_| random.random_range(-1.5f32..1.5))
+        .collect()
 }
 
 #[test]
 fn blocks_are_near_those_of_the_cpu_and_drafts_are_made_of_them() {
-    let Some(device) = crate::device() else { return };
+    let Some(device) = crate::device() else {
+        return;
+    };
     for name in CASES {
         let (target, drafter) = checkpoints(name, "drafter_fit");
         let options = DrafterOptions {
@@ -296,7 +313,11 @@ fn blocks_are_near_those_of_the_cpu_and_drafts_are_made_of_them() {
         let mut cpu = CpuDrafter::load(&drafter, &target, &options, &mut |_| {}).unwrap();
         let mut gpu = CudaDrafter::load(&device, &drafter, &target, &options, &mut |_| {}).unwrap();
         let width = gpu.spec().hidden_size;
-        let rows = [features(70, width, 1), features(300, width, 2), features(5, width, 3)];
+        let rows = [
+            features(70, width, 1),
+            features(300, width, 2),
+            features(5, width, 3),
+        ];
         let open = |drafter: &mut dyn Drafter| -> Vec<BlockRequest> {
             rows.iter()
                 .enumerate()
@@ -313,7 +334,8 @@ fn blocks_are_near_those_of_the_cpu_and_drafts_are_made_of_them() {
         let (on_cpu, on_gpu) = (open(&mut cpu), open(&mut gpu));
         let expected = cpu.block_hidden(&on_cpu).unwrap();
         let got = gpu.block_hidden(&on_gpu).unwrap();
-        let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|v| v * v).sum::<f32>().sqrt();
+        let norm =
+            |values: &mut dyn Iterator<Item = f32>| values.map(|v| v * v).sum::<f32>().sqrt();
         let error = norm(&mut got.iter().zip(&expected).map(|(a, b)| a - b))
             / norm(&mut expected.iter().copied());
         assert!(error < 0.03, "{name}: {error}");
@@ -343,7 +365,11 @@ fn blocks_are_near_those_of_the_cpu_and_drafts_are_made_of_them() {
                 // The head's input is rounded behind the norm on one way and in front of it on the other.
                 let (expected, got) = (paths(&tree), paths(&drafted[i].tree));
                 let same = expected.iter().filter(|path| got.contains(path)).count();
-                assert!(same * 10 >= tree.len() * 8, "{name} {shape:?}: {same} of {}", tree.len());
+                assert!(
+                    same * 10 >= tree.len() * 8,
+                    "{name} {shape:?}: {same} of {}",
+                    tree.len()
+                );
             }
         }
     }
@@ -364,7 +390,10 @@ fn generate(
     shape: Option<DraftShape>,
     count: usize,
 ) -> (Vec<Vec<u32>>, usize) {
-    let own: Vec<BlockTable> = prompts.iter().map(|p| tables.table(p.len() + 300)).collect();
+    let own: Vec<BlockTable> = prompts
+        .iter()
+        .map(|p| tables.table(p.len() + 300))
+        .collect();
     let mut ids = Vec::new();
     let mut contexts: Vec<ContextId> = Vec::new();
     for (tokens, table) in prompts.iter().zip(&own) {
@@ -375,16 +404,23 @@ fn generate(
             ..chain(table, 0, tokens, &head)
         };
         let sequences = vec![rows];
-        let output = speculator.forward(&RowBatch { sequences }).unwrap().remove(0);
+        let output = speculator
+            .forward(&RowBatch { sequences })
+            .unwrap()
+            .remove(0);
         ids.push(vec![output.head[0].top[0].token]);
         let context = speculator.drafter().open().unwrap();
-        speculator.drafter().append_context(context, 0, &output.features).unwrap();
+        speculator
+            .drafter()
+            .append_context(context, 0, &output.features)
+            .unwrap();
         contexts.push(context);
     }
     let mut steps = 0;
     while ids.iter().any(|ids| ids.len() < count) {
         steps += 1;
-        let state = |i: usize, ids: &[u32]| (prompts[i].len() + ids.len() - 1, *ids.last().unwrap());
+        let state =
+            |i: usize, ids: &[u32]| (prompts[i].len() + ids.len() - 1, *ids.last().unwrap());
         let paths: Vec<(Vec<u32>, u32)> = match shape {
             Some(shape) => {
                 let batch: Vec<SpeculativeStep<'_>> = (0..prompts.len())
@@ -409,8 +445,9 @@ fn generate(
                     .collect()
             }
             None => {
-                let roots: Vec<TokenTree> =
-                    (0..prompts.len()).map(|i| TokenTree::root_only(state(i, &ids[i]).1)).collect();
+                let roots: Vec<TokenTree> = (0..prompts.len())
+                    .map(|i| TokenTree::root_only(state(i, &ids[i]).1))
+                    .collect();
                 let trees = (0..prompts.len())
                     .map(|i| TreeRows {
                         table: &own[i],
@@ -423,7 +460,11 @@ fn generate(
                     .collect();
                 let rows = Vec::new();
                 let output = speculator.step(&StepBatch { rows, trees }).unwrap();
-                output.trees.iter().map(|t| (Vec::new(), t.acceptance.bonus)).collect()
+                output
+                    .trees
+                    .iter()
+                    .map(|t| (Vec::new(), t.acceptance.bonus))
+                    .collect()
             }
         };
         for (ids, (accepted, bonus)) in ids.iter_mut().zip(paths) {
@@ -437,12 +478,22 @@ fn generate(
     for table in own {
         tables.pool.release(&mut table.clone());
     }
-    (ids.into_iter().map(|mut ids| { ids.truncate(count); ids }).collect(), steps)
+    (
+        ids.into_iter()
+            .map(|mut ids| {
+                ids.truncate(count);
+                ids
+            })
+            .collect(),
+        steps,
+    )
 }
 
 #[test]
 fn speculation_changes_no_token() {
-    let Some(device) = crate::device() else { return };
+    let Some(device) = crate::device() else {
+        return;
+    };
     for name in CASES {
         for kind in ["drafter", "drafter_fit"] {
             let (target, drafter) = checkpoints(name, kind);
@@ -451,8 +502,12 @@ fn speculation_changes_no_token() {
                 CudaSpeculator::load(&device, &target, &drafter, KV_TOKENS, &options, &mut |_| {})
                     .unwrap();
             let mut tables = Tables::new(&speculator);
-            for prompts in [vec![prompt(20, 33)], vec![prompt(21, 5), prompt(22, 64), prompt(23, 130)]] {
-                let (plain, plain_steps) = generate(&mut speculator, &mut tables, &prompts, None, 60);
+            for prompts in [
+                vec![prompt(20, 33)],
+                vec![prompt(21, 5), prompt(22, 64), prompt(23, 130)],
+            ] {
+                let (plain, plain_steps) =
+                    generate(&mut speculator, &mut tables, &prompts, None, 60);
                 for shape in [
                     DraftShape::Chain,
                     DraftShape::Tree { budget: 1 },
