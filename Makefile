@@ -72,6 +72,7 @@ check-kernels: ## compile every CUDA kernel for sm_90, sm_100 and sm_120 (needs 
 .PHONY: test-gpu
 test-gpu: ## kernels, targets and drafters on the first GPU; says why where there is none
 	@$(CARGO) test --release --package treespec-cuda --test gpu --locked -- --nocapture --test-threads 1
+	@$(CARGO) test --release --package treespec-cuda --test gpu --locked -- --nocapture --ignored lost_device
 
 .PHONY: test-docs
 test-docs: ## the examples in doc comments

@@ -25,6 +25,7 @@ pub(crate) struct ConnectionArgs {
         env = "TREESPEC_ENDPOINT",
         conflicts_with_all = [
             "target", "drafter", "no_drafter", "threads", "device", "topk_placement", "draft_placement", "draft_device",
+            "prefill",
         ]
     )]
     pub endpoint: Option<String>,

@@ -1,7 +1,7 @@
 use std::{net::SocketAddr, path::PathBuf};
 
 use clap::{Args, ValueEnum};
-use treespec_engine::{DeviceChoice, EngineError};
+use treespec_engine::{DeviceChoice, EngineError, PrefillMode};
 use treespec_rpc::proto::draft::v1 as pb;
 use treespec_tree::MAX_BUDGET;
 
@@ -106,27 +106,27 @@ pub struct Config {
     )]
     pub kv_tokens: usize,
 
-    /// Prompt tokens per forward.
+    /// Prompt tokens per forward. [default: 128, with --prefill fast 2048]
+    #[arg(long, env = "TREESPEC_VERIFY_PREFILL_CHUNK", value_name = "N")]
+    pub prefill_chunk: Option<usize>,
+
+    /// How prompts are computed: exact, or fast on a GPU, by a library's products whose bits depend on the chunk.
     #[arg(
         long,
-        env = "TREESPEC_VERIFY_PREFILL_CHUNK",
-        value_name = "N",
-        default_value_t = 128
+        env = "TREESPEC_VERIFY_PREFILL",
+        value_name = "MODE",
+        default_value_t
     )]
-    pub prefill_chunk: usize,
+    pub prefill: PrefillMode,
 
     /// Largest tree budget that a request may ask for.
     #[arg(long, env = "TREESPEC_VERIFY_MAX_BUDGET", value_name = "N", default_value_t = MAX_BUDGET)]
     pub max_budget: usize,
 
-    /// Tree budget of requests that name none. The default is the best one measured on a CPU (docs/benchmarks.md).
-    #[arg(
-        long,
-        env = "TREESPEC_VERIFY_DEFAULT_BUDGET",
-        value_name = "N",
-        default_value_t = 5
-    )]
-    pub default_budget: usize,
+    /// Tree budget of requests that name none. The defaults are the best ones measured (docs/benchmarks.md).
+    /// [default: 5 on a CPU, 15 on a GPU]
+    #[arg(long, env = "TREESPEC_VERIFY_DEFAULT_BUDGET", value_name = "N")]
+    pub default_budget: Option<usize>,
 
     /// Who runs the top-k pass for the drafter's rows.
     #[arg(
@@ -165,6 +165,24 @@ pub struct Config {
 }
 
 impl Config {
+    /// Tree budget of requests that name none.
+    pub fn default_budget(&self) -> usize {
+        let measured_best = match self.device {
+            DeviceChoice::Cpu => 5,
+            DeviceChoice::Cuda(_) => 15,
+        };
+        self.default_budget
+            .unwrap_or_else(|| measured_best.min(self.max_budget))
+    }
+
+    /// Prompt tokens per forward.
+    pub fn prefill_chunk(&self) -> usize {
+        self.prefill_chunk.unwrap_or(match self.prefill {
+            PrefillMode::Exact => 128,
+            PrefillMode::Fast => 2_048,
+        })
+    }
+
     /// Checks the values that clap cannot.
     ///
     /// # Errors
@@ -172,9 +190,9 @@ impl Config {
     pub fn validate(&self) -> Result<(), Error> {
         let at_least_one = [
             ("--kv-tokens", self.kv_tokens),
-            ("--prefill-chunk", self.prefill_chunk),
+            ("--prefill-chunk", self.prefill_chunk()),
             ("--max-budget", self.max_budget),
-            ("--default-budget", self.default_budget),
+            ("--default-budget", self.default_budget()),
             ("--feature-window", self.feature_window),
             ("--drafter-contexts", self.drafter_contexts),
         ];
@@ -190,18 +208,25 @@ impl Config {
                 ),
             ));
         }
-        if self.default_budget > self.max_budget {
+        if self.default_budget() > self.max_budget {
             return Err(Error::invalid_flag(
                 "--default-budget",
                 format!(
                     "is {}, above --max-budget {}",
-                    self.default_budget, self.max_budget
+                    self.default_budget(),
+                    self.max_budget
                 ),
             ));
         }
         if self.device != DeviceChoice::Cpu && cfg!(not(feature = "cuda")) {
             let problem = EngineError::DeviceNotBuilt(self.device).to_string();
             return Err(Error::invalid_flag("--device", problem));
+        }
+        if self.prefill == PrefillMode::Fast && self.device == DeviceChoice::Cpu {
+            return Err(Error::invalid_flag(
+                "--prefill",
+                "fast needs a GPU: give --device cuda:N, or leave it out",
+            ));
         }
         match self.draft_placement {
             DraftPlacement::Remote => Ok(()),
@@ -286,6 +311,20 @@ mod tests {
             let text = local(flags).unwrap_err().to_string();
             assert!(text.contains(part), "{text} lacks {part}");
         }
+    }
+
+    #[test]
+    fn a_fast_prefill_takes_long_chunks_and_a_device_for_them() {
+        let fast = parse(&["--prefill", "fast"]).unwrap();
+        assert_eq!(fast.prefill_chunk(), 2_048);
+        assert_eq!(
+            fast.validate().unwrap_err().to_string(),
+            "--prefill fast needs a GPU: give --device cuda:N, or leave it out"
+        );
+        let exact = parse(&[]).unwrap();
+        assert_eq!(exact.prefill, PrefillMode::Exact);
+        assert_eq!(exact.prefill_chunk(), 128);
+        assert!(parse(&["--prefill", "faster"]).is_err());
     }
 
     #[cfg(not(feature = "cuda"))]

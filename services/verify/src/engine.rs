@@ -69,8 +69,8 @@ impl Engine {
             drafts,
             vocab_size: spec.vocab_size,
             context_length: spec.context_length,
-            prefill_chunk: config.prefill_chunk,
-            default_budget: config.default_budget,
+            prefill_chunk: config.prefill_chunk(),
+            default_budget: config.default_budget(),
             topk_placement: config.topk_placement,
             feature_window: config.feature_window,
             info: pb::GetModelInfoResponse {
@@ -85,7 +85,7 @@ impl Engine {
                 instance_id,
                 max_budget: config.max_budget as u32,
                 block_size,
-                default_budget: config.default_budget as u32,
+                default_budget: config.default_budget() as u32,
                 hosts_drafter,
             },
         };

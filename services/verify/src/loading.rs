@@ -89,7 +89,7 @@ pub fn load(config: &Config, announcer: &Announcer) -> Result<LoadedTarget, Erro
         kv_tokens: config.kv_tokens,
         isa: None,
     };
-    let model = match (config.draft_placement, &drafter) {
+    let mut model = match (config.draft_placement, &drafter) {
         (DraftPlacement::Local, Some(drafter)) => {
             let drafter_options = DrafterOptions {
                 threads: config.threads,
@@ -114,6 +114,7 @@ pub fn load(config: &Config, announcer: &Announcer) -> Result<LoadedTarget, Erro
             &mut progress,
         )?),
     };
+    model.backend().set_prefill(config.prefill)?;
     Ok(LoadedTarget {
         model,
         drafter: fingerprint,

@@ -8,10 +8,10 @@ use treespec_engine::{EngineError, inverse_frequencies};
 use crate::activations::Activations;
 use crate::attention::{AttentionKernels, AttentionShape, Visibility};
 use crate::kv_cache::{KvCache, KvShape};
-use crate::linear::{Epilogue, Layout, LinearKernels, PackedLinear, RowScale, Tap};
+use crate::linear::{Epilogue, Layout, LinearKernels, PackedLinear, PrefillLinear, RowScale, Tap};
 use crate::rotary::{HeadNorms, RotaryKernels};
 use crate::row_metadata::RowArrays;
-use crate::{CudaError, Device, DeviceBuffer, DevicePtr};
+use crate::{CudaError, Device, DeviceBuffer, DevicePtr, PackedRows};
 
 /// Sizes of the layers of a model.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -211,11 +211,14 @@ impl Decoder {
 
     /// Bytes of all matrices.
     pub(crate) fn bytes(&self) -> u64 {
+        self.matrices().map(PackedLinear::bytes).sum()
+    }
+
+    /// All matrices.
+    pub(crate) fn matrices(&self) -> impl Iterator<Item = &PackedLinear> {
         self.layers
             .iter()
             .flat_map(|l| [&l.qkv, &l.output, &l.gate_up, &l.down])
-            .map(PackedLinear::bytes)
-            .sum()
     }
 
     /// The keys-and-values part of a layer's checkpoint names: the drafter's context goes through it alone.
@@ -230,7 +233,7 @@ impl Decoder {
     }
 
     /// Runs all layers on embedded rows (see [`Activations`]) and stores their keys and values. `rows_of` describes the
-    /// rows to a layer: a drafter's layers differ in what they see.
+    /// rows to a layer: a drafter's layers differ in what they see. `prefill` multiplies in place of the kernels.
     pub(crate) fn forward(
         &self,
         kernels: &LayerKernels,
@@ -238,6 +241,7 @@ impl Decoder {
         kv: &KvCache,
         rows_of: impl Fn(usize) -> RowArrays,
         taps: Option<&Taps>,
+        prefill: Option<&PrefillLinear>,
     ) -> Result<FinalRows, CudaError> {
         let mut parts = 1;
         for (index, layer) in self.layers.iter().enumerate() {
@@ -250,6 +254,7 @@ impl Decoder {
                 kernels,
                 activations,
                 kv,
+                prefill,
                 rows: rows_of(index),
                 layer: index,
             };
@@ -276,6 +281,7 @@ struct LayerRun<'a> {
     kernels: &'a LayerKernels,
     activations: &'a Activations,
     kv: &'a KvCache,
+    prefill: Option<&'a PrefillLinear>,
     rows: RowArrays,
     layer: usize,
 }
@@ -291,8 +297,7 @@ impl LayerRun<'_> {
     ) -> Result<u32, CudaError> {
         let (decoder, act) = (self.decoder, self.activations);
         let nb = self.rows.bucket;
-        let linear = &self.kernels.linear;
-        linear.launch(
+        self.multiply(
             &layer.qkv,
             act.input(nb),
             Some(decoder.scale(act, parts)),
@@ -320,7 +325,7 @@ impl LayerRun<'_> {
             Visibility::Rows,
             act.attended(nb),
         )?;
-        linear.launch(
+        self.multiply(
             &layer.output,
             act.attended(nb),
             None,
@@ -332,13 +337,13 @@ impl LayerRun<'_> {
                 tap: None,
             },
         )?;
-        linear.launch(
+        self.multiply(
             &layer.gate_up,
             act.input(nb),
             Some(decoder.scale(act, layer.output.parts() as u32)),
             Epilogue::SwiGlu { out: act.inner(nb) },
         )?;
-        linear.launch(
+        self.multiply(
             &layer.down,
             act.inner(nb),
             None,
@@ -351,6 +356,19 @@ impl LayerRun<'_> {
             },
         )?;
         Ok(layer.down.parts() as u32)
+    }
+
+    fn multiply(
+        &self,
+        linear: &PackedLinear,
+        x: PackedRows,
+        scale: Option<RowScale>,
+        epilogue: Epilogue,
+    ) -> Result<(), CudaError> {
+        match self.prefill {
+            None => self.kernels.linear.launch(linear, x, scale, epilogue),
+            Some(prefill) => prefill.launch(linear, x, scale, epilogue),
+        }
     }
 
     fn tap(&self, taps: &Taps) -> Option<Tap> {

@@ -66,16 +66,43 @@ impl FeatureProjection {
         &self.taps
     }
 
-    /// Features of all rows of a forward, to [`FeatureProjection::rows`].
-    pub(crate) fn project_all(
+    /// A buffer for the taps of forwards of up to `rows` rows, more than this was made for.
+    pub(crate) fn more_taps(
+        &self,
+        device: &Arc<Device>,
+        rows: usize,
+    ) -> Result<(DeviceBuffer<bf16>, Taps), CudaError> {
+        let tapped = DeviceBuffer::zeroed(device, PackedRows::len(rows, self.fc.depth()))?;
+        let taps = Taps {
+            out: tapped.ptr(),
+            ..self.taps.clone()
+        };
+        Ok((tapped, taps))
+    }
+
+    /// Features of the first `count` rows of a forward of the bucket `bucket` that wrote `taps`, f32 `[count][width]`.
+    pub(crate) fn read_tapped(
         &self,
         linear: &LinearKernels,
         rows: &RowKernels,
+        taps: &Taps,
         bucket: usize,
-    ) -> Result<(), CudaError> {
-        let tapped = PackedRows::new(self.tapped.ptr(), self.fc.depth(), bucket);
-        let none = PackedRows::new(DevicePtr::NULL, self.width, bucket);
-        self.project(linear, rows, tapped, self.rows.ptr(), none)
+        count: usize,
+    ) -> Result<Vec<f32>, CudaError> {
+        let depth = self.fc.depth();
+        let row_bytes = depth.next_multiple_of(32) * size_of::<bf16>();
+        let most = self.rows.len() / self.width;
+        let mut features = Vec::with_capacity(count * self.width);
+        // Blocks of 64 packed rows are contiguous, and `most` is whole blocks.
+        for first in (0..count).step_by(most) {
+            let out = taps.out.add_bytes(first * row_bytes);
+            let tapped = PackedRows::new(out, depth, most.min(bucket - first));
+            let none = PackedRows::new(DevicePtr::NULL, self.width, tapped.rows);
+            self.project(linear, rows, tapped, self.rows.ptr(), none)?;
+            let taken = most.min(count - first);
+            features.extend(self.rows.read_range(0, taken * self.width)?);
+        }
+        Ok(features)
     }
 
     /// Features of the rows that `source_rows` names, u32 per row of the bucket of `out`, of a forward of `forward_rows`

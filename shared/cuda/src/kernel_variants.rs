@@ -27,6 +27,7 @@ pub fn kernel_variants() -> Vec<KernelVariant> {
         plain(sampling::SOURCE),
         plain(kv_cache::SOURCE),
         plain(linear::RANDOM_SOURCE),
+        plain(linear::PREFILL_SOURCE),
         KernelVariant {
             source: linear::SOURCE,
             defines: linear::LinearTuning::default().defines().to_vec(),

@@ -1,6 +1,7 @@
 //! Linear layers with what follows them: `y[n][r] = scale[n] * sum over k of W[r][k] * x[n][k]` in bf16 with f32 sums.
 
 mod pack;
+mod prefill;
 mod shape;
 mod tile;
 
@@ -8,6 +9,7 @@ use std::sync::Arc;
 
 pub use pack::PackedLinear;
 pub(crate) use pack::RANDOM_SOURCE;
+pub(crate) use prefill::{PrefillLinear, SOURCE as PREFILL_SOURCE};
 pub use shape::{Layout, LinearShape};
 pub use tile::LinearTuning;
 use tile::{Plan, Problem, TILES};

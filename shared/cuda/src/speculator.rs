@@ -6,9 +6,9 @@ use std::time::Instant;
 
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
 use treespec_engine::{
-    Backend, BlockTable, Drafter, DrafterOptions, EngineError, ForwardOutput, HeadRequest, HeadRow,
-    LoadProgress, RowBatch, Speculated, SpeculativeStep, Speculator, StepBatch, StepOutput,
-    TargetSpec, VerifiedTree,
+    Backend, BlockTable, DraftShape, Drafter, DrafterOptions, EngineError, ForwardOutput,
+    HeadRequest, HeadRow, LoadProgress, PrefillMode, RowBatch, Speculated, SpeculativeStep,
+    Speculator, StepBatch, StepOutput, TargetSpec, VerifiedTree,
 };
 use treespec_tree::Acceptance;
 
@@ -62,12 +62,28 @@ impl CudaSpeculator {
             loaded.core.inputs.target_blocks(),
             drafter.core.blocks_per_context,
         )?;
-        Ok(Self {
+        let mut speculator = Self {
             target: loaded,
             drafter,
             inputs,
             graphs: HashMap::new(),
-        })
+        };
+        // Budgets that fill whole tiles; others are captured when they are first asked for.
+        let trees = [15, 31, 63].map(|budget| DraftShape::Tree { budget });
+        for shape in [DraftShape::Chain].into_iter().chain(trees) {
+            let key = DraftKey::of(shape, 1, speculator.drafter.spec(), 1);
+            speculator.graph(key, false)?;
+        }
+        Ok(speculator)
+    }
+
+    /// Captures the graph of a step unless there is one.
+    fn graph(&mut self, key: DraftKey, sampled: bool) -> Result<(), EngineError> {
+        if !self.graphs.contains_key(&(key, sampled)) {
+            let graph = SpeculativeGraph::capture(self, key, sampled)?;
+            self.graphs.insert((key, sampled), graph);
+        }
+        Ok(())
     }
 
     /// Runs steps of one shape that fit one graph.
@@ -81,15 +97,12 @@ impl CudaSpeculator {
             .target
             .core
             .prepare_sampling(steps.iter().map(|step| step.sampling))?;
-        if !self.graphs.contains_key(&(key, sampled)) {
-            let graph = SpeculativeGraph::capture(self, key, sampled)?;
-            self.graphs.insert((key, sampled), graph);
-        }
+        self.graph(key, sampled)?;
         self.fill_inputs(key, steps)?;
         let graph = self
             .graphs
             .get_mut(&(key, sampled))
-            .expect("invariant: the graph was just inserted");
+            .expect("invariant: the graph was captured above");
         let reads_clock = graph.times.next_is_read();
         let captured = if reads_clock {
             &graph.timed
@@ -241,6 +254,10 @@ impl Backend for CudaSpeculator {
 
     fn step(&mut self, batch: &StepBatch<'_>) -> Result<StepOutput, EngineError> {
         self.target.step(batch)
+    }
+
+    fn set_prefill(&mut self, mode: PrefillMode) -> Result<(), EngineError> {
+        self.target.set_prefill(mode)
     }
 }
 

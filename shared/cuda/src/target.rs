@@ -1,6 +1,9 @@
 //! The target on a GPU.
 
+mod forward_groups;
 mod options;
+mod outcomes;
+mod prefill;
 mod step_sampler;
 mod verify_graph;
 
@@ -12,29 +15,32 @@ use half::bf16;
 use treespec_checkpoint::{Architecture, DrafterCheckpoint, TargetCheckpoint, TargetConfig};
 use treespec_engine::{
     BLOCK_TOKENS, Backend, BlockTable, EngineError, ForwardOutput, HeadRequest, HeadRow,
-    LoadProgress, RowBatch, RowShape, SequenceRows, StepBatch, StepOutput, TargetSpec,
+    LoadProgress, PrefillMode, RowBatch, RowShape, SequenceRows, StepBatch, StepOutput, TargetSpec,
 };
 
 use crate::acceptance::AcceptanceKernels;
 use crate::activations::Activations;
 use crate::attention::AttentionKernels;
 use crate::batch_inputs::BatchInputs;
-use crate::decoder::{Decoder, DecoderShape, FinalRows, LayerKernels, Weights};
+use crate::decoder::{Decoder, DecoderShape, FinalRows, LayerKernels, Taps, Weights};
 use crate::features::FeatureProjection;
 use crate::head_pass::{HeadPass, error_from_row};
 use crate::kv_cache::{AcceptedPaths, CompactionKernels, KvCache};
-use crate::linear::LinearKernels;
+use crate::linear::{LinearKernels, PrefillLinear};
 use crate::rotary::RotaryKernels;
 use crate::row_metadata::{RowArrays, RowBuffers, RowLimits};
 use crate::rows::RowKernels;
 use crate::vocabulary::Vocabulary;
 use crate::{CudaError, Device, DeviceBuffer, PackedRows, row_bucket};
+use forward_groups::forward_groups;
 pub(crate) use options::{
     KERNEL_BUILD, MOST_FORWARD_ROWS, MOST_FORWARD_SEQUENCES, MOST_SEQUENCES, MOST_STEP_ROWS,
 };
+pub(crate) use outcomes::{AcceptedHeads, wait_for_outcomes, walked};
+use prefill::Prefill;
 use step_sampler::StepSampler;
 use treespec_sampling::SamplingParams;
-pub(crate) use verify_graph::{AcceptedBuffers, AcceptedHeads, wait_for_outcomes, walked};
+pub(crate) use verify_graph::AcceptedBuffers;
 use verify_graph::{VerifyGraph, VerifyKey};
 
 /// Llama or Qwen3 dense target in bf16.
@@ -58,6 +64,8 @@ pub(crate) struct TargetCore {
     pub(crate) inputs: BatchInputs,
     /// Made with the first step that samples.
     sampler: Option<StepSampler>,
+    /// For [`treespec_engine::PrefillMode::Fast`].
+    prefill: Option<Prefill>,
     activations: Activations,
     ragged: RowBuffers,
     head_input: DeviceBuffer<bf16>,
@@ -162,6 +170,7 @@ impl CudaTarget {
             head: HeadPass::new(device, vocabulary, MOST_STEP_ROWS, crate::MOST_TOP)?,
             inputs: BatchInputs::new(device, MOST_SEQUENCES, blocks_per_sequence, 0)?,
             sampler: None,
+            prefill: None,
             activations: Activations::new(device, shape, MOST_FORWARD_ROWS, most_parts)?,
             ragged: RowBuffers::new(
                 device,
@@ -183,10 +192,24 @@ impl CudaTarget {
             kernels,
             projection,
         };
-        Ok(Self {
+        let mut target = Self {
             core,
             graphs: HashMap::new(),
-        })
+        };
+        let features = target.core.projection.is_some();
+        for key in VerifyKey::usual(features) {
+            target.graph(key)?;
+        }
+        Ok(target)
+    }
+
+    /// The graph of a step; those that a batch of one needs are captured when the target is loaded, the others here.
+    fn graph(&mut self, key: VerifyKey) -> Result<(), EngineError> {
+        if !self.graphs.contains_key(&key) {
+            let graph = VerifyGraph::capture(&mut self.core, key)?;
+            self.graphs.insert(key, graph);
+        }
+        Ok(())
     }
 
     /// Bytes of all matrices that a forward with its head reads.
@@ -204,14 +227,11 @@ impl CudaTarget {
             .core
             .prepare_sampling(batch.iter().map(|rows| rows.sampling))?;
         let key = VerifyKey::of(batch, sampled);
-        if !self.graphs.contains_key(&key) {
-            let graph = VerifyGraph::capture(&mut self.core, key)?;
-            self.graphs.insert(key, graph);
-        }
+        self.graph(key)?;
         let graph = self
             .graphs
             .get_mut(&key)
-            .expect("invariant: the graph was just inserted");
+            .expect("invariant: the graph was captured above");
         graph.run(&mut self.core, batch)
     }
 }
@@ -223,23 +243,39 @@ impl TargetCore {
         rows: &RowArrays,
         tap: bool,
     ) -> Result<FinalRows, EngineError> {
-        self.rows.embed(
-            rows.tokens,
-            self.head.vocabulary.embedding.ptr(),
-            self.spec.hidden_size,
-            self.activations.x.ptr(),
-            self.decoder.first_norm(),
-            self.activations.input(rows.bucket),
-            self.activations.parts.ptr(),
-        )?;
         let taps = self
             .projection
             .as_ref()
             .filter(|_| tap)
             .map(FeatureProjection::taps);
-        Ok(self
-            .decoder
-            .forward(&self.kernels, &self.activations, &self.kv, |_| *rows, taps)?)
+        self.forward_in(&self.activations, rows, taps, None)
+    }
+
+    /// [`TargetCore::forward_rows`] in other buffers; `prefill` multiplies in place of the kernels.
+    fn forward_in(
+        &self,
+        activations: &Activations,
+        rows: &RowArrays,
+        taps: Option<&Taps>,
+        prefill: Option<&PrefillLinear>,
+    ) -> Result<FinalRows, EngineError> {
+        self.rows.embed(
+            rows.tokens,
+            self.head.vocabulary.embedding.ptr(),
+            self.spec.hidden_size,
+            activations.x.ptr(),
+            self.decoder.first_norm(),
+            activations.input(rows.bucket),
+            activations.parts.ptr(),
+        )?;
+        Ok(self.decoder.forward(
+            &self.kernels,
+            activations,
+            &self.kv,
+            |_| *rows,
+            taps,
+            prefill,
+        )?)
     }
 
     /// How the next steps choose: prepares the sampler when one of the sequences of a batch does not simply take the best
@@ -270,7 +306,15 @@ impl TargetCore {
         self.activations.input(bucket)
     }
 
-    /// One forward of up to [`MOST_FORWARD_ROWS`] rows.
+    /// Rows of one forward.
+    fn most_forward_rows(&self) -> usize {
+        match self.prefill {
+            None => MOST_FORWARD_ROWS,
+            Some(_) => prefill::MOST_ROWS,
+        }
+    }
+
+    /// One forward of up to [`TargetCore::most_forward_rows`] rows.
     fn forward_group(
         &mut self,
         group: &[SequenceRows<'_>],
@@ -284,21 +328,35 @@ impl TargetCore {
             self.kernels
                 .attention
                 .tile_rows(group.len(), count, longest.unwrap_or(1), trees);
-        let extent = self.ragged.fill(
+        let ragged = match &mut self.prefill {
+            None => &mut self.ragged,
+            Some(prefill) => &mut prefill.ragged,
+        };
+        let extent = ragged.fill(
             &RowBatch {
                 sequences: group.to_vec(),
             },
             tile_rows,
         )?;
-        self.ragged.upload(&self.rows, extent.paths)?;
-        let rows = self.ragged.arrays(extent);
+        ragged.upload(&self.rows, extent.paths)?;
+        let rows = ragged.arrays(extent);
         let wants_features = group.iter().any(|s| s.features);
-        let last = self.forward_rows(&rows, wants_features)?;
-        let features = match &self.projection {
-            Some(projection) if wants_features => {
-                projection.project_all(&self.kernels.linear, &self.rows, rows.bucket)?;
+        let own_taps = self.projection.as_ref().map(FeatureProjection::taps);
+        let (activations, taps, linear) = match &self.prefill {
+            None => (&self.activations, own_taps, None),
+            Some(prefill) => {
+                let linear = Some(&prefill.linear).filter(|_| Prefill::takes(group));
+                let taps = prefill.taps.as_ref().map(|(_, taps)| taps);
+                (&prefill.activations, taps, linear)
+            }
+        };
+        let taps = taps.filter(|_| wants_features);
+        let last = self.forward_in(activations, &rows, taps, linear)?;
+        let features = match (&self.projection, taps) {
+            (Some(projection), Some(taps)) => {
                 let count = group.iter().map(|s| s.tokens.len()).sum::<usize>();
-                projection.rows.read_range(0, count * projection.width())?
+                let linear = &self.kernels.linear;
+                projection.read_tapped(linear, &self.rows, taps, rows.bucket, count)?
             }
             _ => Vec::new(),
         };
@@ -308,7 +366,8 @@ impl TargetCore {
             .zip(0u32..)
             .filter_map(|(request, row)| request.map(|request| (row, request)))
             .collect();
-        let mut heads = self.heads(&rows, last, &requests)?.into_iter();
+        let input = activations.input(rows.bucket);
+        let mut heads = self.heads(input, last, &requests)?.into_iter();
         let width = self.spec.feature_size.unwrap_or(0);
         let mut start = 0;
         let outputs = group.iter().map(|sequence| {
@@ -333,7 +392,7 @@ impl TargetCore {
     /// The head over the rows that ask for it.
     fn heads(
         &self,
-        rows: &RowArrays,
+        rows: PackedRows,
         last: FinalRows,
         requests: &[(u32, HeadRequest)],
     ) -> Result<Vec<HeadRow>, EngineError> {
@@ -345,12 +404,8 @@ impl TargetCore {
             self.head_rows.write(&sources)?;
             let input = PackedRows::new(self.head_input.ptr(), self.spec.hidden_size, bucket);
             let parts = (last.scale.parts, self.head_parts.ptr(), last.scale.count);
-            self.rows.gather(
-                self.head_rows.ptr(),
-                self.final_input(rows.bucket),
-                input,
-                Some(parts),
-            )?;
+            self.rows
+                .gather(self.head_rows.ptr(), rows, input, Some(parts))?;
             let scale = crate::RowScale {
                 parts: self.head_parts.ptr(),
                 ..last.scale
@@ -382,7 +437,7 @@ impl Backend for CudaTarget {
             }
         }
         let mut outputs = vec![ForwardOutput::default(); batch.sequences.len()];
-        for group in forward_groups(&batch.sequences)? {
+        for group in forward_groups(&batch.sequences, core.most_forward_rows())? {
             let (owners, rows): (Vec<usize>, Vec<SequenceRows<'_>>) = group.into_iter().unzip();
             for (owner, output) in owners.into_iter().zip(core.forward_group(&rows)?) {
                 outputs[owner].head.extend(output.head);
@@ -476,47 +531,10 @@ impl Backend for CudaTarget {
             accept: std::time::Duration::ZERO,
         })
     }
-}
 
-/// Cuts sequences into forwards of up to [`MOST_FORWARD_ROWS`] rows: the index of the sequence and some of its rows. A
-/// chain may be cut anywhere, since its later rows find the earlier ones in the cache.
-fn forward_groups<'a>(
-    sequences: &[SequenceRows<'a>],
-) -> Result<Vec<Vec<(usize, SequenceRows<'a>)>>, EngineError> {
-    let mut groups = Vec::new();
-    let mut group = Vec::new();
-    let mut room = MOST_FORWARD_ROWS;
-    for (index, sequence) in sequences.iter().enumerate() {
-        let rows = sequence.tokens.len();
-        let is_tree = matches!(sequence.shape, RowShape::Tree { .. });
-        if is_tree && rows > MOST_FORWARD_ROWS {
-            return Err(EngineError::InvalidBatch(format!(
-                "a tree of {rows} nodes: the device takes up to {MOST_FORWARD_ROWS}"
-            )));
-        }
-        let mut start = 0;
-        while start < rows {
-            if room == 0 || is_tree && room < rows || group.len() == MOST_FORWARD_SEQUENCES {
-                groups.push(std::mem::take(&mut group));
-                room = MOST_FORWARD_ROWS;
-            }
-            let end = rows.min(start + room);
-            group.push((
-                index,
-                SequenceRows {
-                    committed: sequence.committed + start,
-                    tokens: &sequence.tokens[start..end],
-                    head: &sequence.head[start..end],
-                    ..sequence.clone()
-                },
-            ));
-            room -= end - start;
-            start = end;
-        }
+    fn set_prefill(&mut self, mode: PrefillMode) -> Result<(), EngineError> {
+        self.core.set_prefill(mode)
     }
-    groups.push(group);
-    groups.retain(|group| !group.is_empty());
-    Ok(groups)
 }
 
 fn decoder_shape(config: &TargetConfig) -> DecoderShape {

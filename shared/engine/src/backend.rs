@@ -1,7 +1,7 @@
 //! The seam between the verify service and a target on some device.
 
 use crate::verification::{self, StepBatch, StepOutput};
-use crate::{BlockTable, EngineError, HeadRow, RowBatch};
+use crate::{BlockTable, EngineError, HeadRow, PrefillMode, RowBatch};
 
 /// Sizes and identity of a target.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -82,6 +82,19 @@ pub trait Backend: Send {
     fn step(&mut self, batch: &StepBatch<'_>) -> Result<StepOutput, EngineError> {
         verification::step_by_forward(self, batch)
     }
+
+    /// How the prompts of later forwards are computed; [`PrefillMode::Exact`] until told otherwise.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] when this device has no such mode or cannot prepare it.
+    fn set_prefill(&mut self, mode: PrefillMode) -> Result<(), EngineError> {
+        match mode {
+            PrefillMode::Exact => Ok(()),
+            PrefillMode::Fast => Err(EngineError::Device(
+                "--prefill fast needs a GPU: leave it out, or give --device cuda:N".into(),
+            )),
+        }
+    }
 }
 
 impl<B: Backend + ?Sized> Backend for Box<B> {
@@ -108,5 +121,9 @@ impl<B: Backend + ?Sized> Backend for Box<B> {
 
     fn step(&mut self, batch: &StepBatch<'_>) -> Result<StepOutput, EngineError> {
         (**self).step(batch)
+    }
+
+    fn set_prefill(&mut self, mode: PrefillMode) -> Result<(), EngineError> {
+        (**self).set_prefill(mode)
     }
 }

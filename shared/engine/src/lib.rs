@@ -6,7 +6,8 @@
 //!
 //! One property holds throughout and is what makes speculation lossless: a row's results are a *bitwise*
 //! function of the token ids and positions on its own path. How many other rows run with it, in which batch,
-//! at which tree node, after a prefill or after a commit, does not enter.
+//! at which tree node, after a prefill or after a commit, does not enter. Only [`PrefillMode::Fast`] gives it up, for the
+//! rows of a prompt.
 
 mod backend;
 mod batch;
@@ -18,6 +19,7 @@ mod drafter;
 mod error;
 mod head_topk;
 mod kv_cache;
+mod prefill_mode;
 mod rotary;
 mod speculator;
 pub mod verification;
@@ -32,6 +34,7 @@ pub use drafter::{BlockRequest, ContextId, DraftRequest, Drafted, Drafter, Draft
 pub use error::EngineError;
 pub use head_topk::{HeadRow, ScoredToken};
 pub use kv_cache::{BLOCK_TOKENS, BlockId, BlockPool, BlockTable};
+pub use prefill_mode::{PrefillMode, UnknownPrefillMode};
 pub use rotary::inverse_frequencies;
 pub use speculator::{Colocated, Speculated, SpeculativeStep, Speculator};
 pub use verification::{StepBatch, StepOutput, TreeRows, VerifiedTree, step_by_forward};

@@ -7,8 +7,8 @@ use treespec_tree::TokenTree;
 
 use crate::{
     Backend, BlockRequest, BlockTable, ContextId, DraftRequest, DraftShape, Drafter, EngineError,
-    ForwardOutput, HeadRequest, HeadRow, RowBatch, StepBatch, StepOutput, TargetSpec, TreeRows,
-    VerifiedTree,
+    ForwardOutput, HeadRequest, HeadRow, PrefillMode, RowBatch, StepBatch, StepOutput, TargetSpec,
+    TreeRows, VerifiedTree,
 };
 
 /// One step of one sequence.
@@ -137,6 +137,10 @@ impl<B: Backend, D: Drafter> Backend for Colocated<B, D> {
 
     fn step(&mut self, batch: &StepBatch<'_>) -> Result<StepOutput, EngineError> {
         self.target.step(batch)
+    }
+
+    fn set_prefill(&mut self, mode: PrefillMode) -> Result<(), EngineError> {
+        self.target.set_prefill(mode)
     }
 }
 

@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use tonic::transport::Channel;
-use treespec_engine::DeviceChoice;
+use treespec_engine::{DeviceChoice, PrefillMode};
 use treespec_rpc::proto::verify::v1::verify_service_client::VerifyServiceClient;
 use treespec_rpc::transport;
 
@@ -138,9 +138,10 @@ impl ClusterBuilder {
             drafter_contexts: self.max_sequences,
             threads: THREADS,
             kv_tokens: self.kv_tokens,
-            prefill_chunk: PREFILL_CHUNK,
+            prefill_chunk: Some(PREFILL_CHUNK),
+            prefill: PrefillMode::Exact,
             max_budget: treespec_tree::MAX_BUDGET,
-            default_budget: 8,
+            default_budget: Some(8),
             topk_placement: self.placement,
             feature_window: 2_048,
             max_waiting: 256,

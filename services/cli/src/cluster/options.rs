@@ -4,7 +4,7 @@ use std::{collections::HashMap, env, num::NonZeroUsize, path::PathBuf, process::
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use clap::ValueEnum;
-use treespec_engine::DeviceChoice;
+use treespec_engine::{DeviceChoice, PrefillMode};
 use treespec_verify::DraftPlacement;
 
 use super::Role;
@@ -32,6 +32,10 @@ pub(crate) struct ClusterArgs {
     /// Where the drafter's service runs, like --device [default: the device of the target]
     #[arg(long, value_name = "DEVICE", conflicts_with = "no_drafter")]
     pub draft_device: Option<DeviceChoice>,
+    /// How prompts are computed: exact, or fast on a GPU, whose bits depend on the chunk [env: TREESPEC_VERIFY_PREFILL]
+    /// [default: exact]
+    #[arg(long, value_name = "MODE")]
+    pub prefill: Option<PrefillMode>,
 }
 
 /// Where the top-k log-prob pass for the drafter's rows runs. Tokens and trees are the same either way.
@@ -71,6 +75,8 @@ pub(crate) struct ClusterOptions {
     pub device: Option<DeviceChoice>,
     /// Where the draft service's model runs.
     pub draft_device: Option<DeviceChoice>,
+    /// How the verifier computes prompts; `None` leaves it to the service.
+    pub prefill: Option<PrefillMode>,
     /// The least severe log level of the services that is shown, unless the user's environment says another.
     pub log_level: &'static str,
 }
@@ -100,6 +106,7 @@ impl ClusterArgs {
             draft_placement,
             device,
             draft_device: self.draft_device.or(device),
+            prefill: self.prefill,
             port,
             threads: self.models.threads,
             topk_placement: self.topk_placement,
@@ -189,6 +196,9 @@ impl ClusterOptions {
                 DraftPlacement::Local => "local",
             };
             command.args(["--draft-placement", placement]);
+            if let Some(prefill) = self.prefill {
+                command.args(["--prefill", &prefill.to_string()]);
+            }
         }
         match (role, self.topk_placement) {
             (Role::Verify, Some(placement)) => {

@@ -2,7 +2,7 @@
 
 use std::{fs, num::NonZeroUsize, path::Path};
 
-use treespec_engine::DeviceChoice;
+use treespec_engine::{DeviceChoice, PrefillMode};
 use treespec_verify::DraftPlacement;
 
 use super::{options::TopkPlacement, *};
@@ -23,6 +23,7 @@ fn options(folder: &Path, behaviour: &str) -> ClusterOptions {
         draft_placement: DraftPlacement::Remote,
         device: Some(DeviceChoice::Cuda(1)),
         draft_device: Some(DeviceChoice::Cpu),
+        prefill: Some(PrefillMode::Fast),
         log_level: "warn",
     }
 }
@@ -57,7 +58,7 @@ async fn a_cluster_starts_passes_the_endpoints_on_and_stops_in_order() {
     );
     let models = "--drafter drafter --threads 2 --device";
     assert!(arguments("verify").contains(&format!(
-        "{models} cuda:1 --draft-placement remote --topk-placement verify"
+        "{models} cuda:1 --draft-placement remote --prefill fast --topk-placement verify"
     )));
     assert!(arguments("draft").contains(&format!("{models} cpu --no-head")));
 

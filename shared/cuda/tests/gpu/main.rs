@@ -25,6 +25,8 @@ mod head_select;
 mod infrastructure;
 mod kv_cache;
 mod linear;
+mod lost_device;
 mod models;
+mod prefill;
 mod rotary;
 mod sampling;

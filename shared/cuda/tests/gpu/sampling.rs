@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 mod batch;
 
-use batch::{Batch, GROUP, PATH, POISON, Request, Uploaded, random_request};
+use batch::{Batch, GROUP, PATH, POISON, Uploaded, random_request};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use treespec_cuda::{
-    CudaError, Device, DeviceBuffer, Event, Graph, HeadLogits, KernelSource, Launch, SampledRows,
+    CudaError, Device, DeviceBuffer, Graph, HeadLogits, KernelSource, Launch, SampledRows,
 };
-use treespec_sampling::{LogitBias, Processors, SamplingParams, gumbel, gumbel_of_word, mass};
+use treespec_sampling::{LogitBias, Processors, gumbel, gumbel_of_word, mass};
 
 const NOISE: KernelSource = KernelSource {
     name: "noise_test.cu",
@@ -230,56 +230,4 @@ fn what_does_not_fit_is_refused() {
         rows: 5,
         ..uploaded.rows
     }));
-}
-
-/// Prints microseconds per launch inside a graph.
-#[test]
-#[ignore = "a measurement"]
-fn time_of_sixty_four_rows() {
-    let Some(device) = crate::device() else {
-        return;
-    };
-    let mut rng = StdRng::seed_from_u64(41);
-    for vocabulary in [49_152, 151_936] {
-        for (name, temperature, top_k, top_p) in [
-            ("greedy", 0.0, None, 1.0),
-            ("T 1", 1.0, None, 1.0),
-            ("T 0.6", 0.6, None, 1.0),
-            ("T 0.6 top-p 0.95", 0.6, None, 0.95),
-            ("T 0.6 top-k 20 top-p 0.95", 0.6, Some(20), 0.95),
-        ] {
-            let mut batch = Batch::random(&mut rng, vocabulary, 64, true);
-            for logit in &mut batch.logits {
-                let normal: f32 = (0..12).map(|_| rng.random::<f32>()).sum::<f32>() - 6.0;
-                *logit = normal * 3.0;
-            }
-            let max = |group: &[f32]| group.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            batch.group_max = Some(batch.logits.chunks(GROUP).map(max).collect());
-            for request in &mut batch.requests {
-                *request = Request::plain(SamplingParams {
-                    temperature,
-                    top_k,
-                    top_p,
-                    seed: Some(rng.random()),
-                    ..SamplingParams::default()
-                });
-            }
-            batch.grammar.fill(None);
-            let sampler = batch.sampler(&device);
-            let uploaded = Uploaded::new(&device, &batch);
-            let launches = 200;
-            let graph = Graph::capture(&device, || {
-                (0..launches).try_for_each(|_| sampler.choose(uploaded.rows))
-            })
-            .unwrap();
-            graph.launch().unwrap();
-            let (start, end) = (Event::new(&device).unwrap(), Event::new(&device).unwrap());
-            start.record(device.stream()).unwrap();
-            graph.launch().unwrap();
-            end.record(device.stream()).unwrap();
-            device.synchronize().unwrap();
-            let micros = Event::elapsed_ms(&start, &end).unwrap() * 1000.0 / launches as f32;
-            eprintln!("64 x {vocabulary}, {name}: {micros:.1} µs");
-        }
-    }
 }
