@@ -7,6 +7,9 @@ use treespec_tree::MAX_BUDGET;
 
 use crate::Error;
 
+/// More rows of KV cache than any machine has memory for.
+const MOST_KV_TOKENS: usize = 1 << 28;
+
 /// Who runs the top-k log-prob pass over the vocabulary for the drafter's rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum TopkPlacement {
@@ -198,6 +201,12 @@ impl Config {
         ];
         if let Some((flag, _)) = at_least_one.into_iter().find(|(_, value)| *value == 0) {
             return Err(Error::invalid_flag(flag, "must be at least 1"));
+        }
+        if self.kv_tokens > MOST_KV_TOKENS {
+            return Err(Error::invalid_flag(
+                "--kv-tokens",
+                format!("is {}, above {MOST_KV_TOKENS}", self.kv_tokens),
+            ));
         }
         if self.max_budget > MAX_BUDGET {
             return Err(Error::invalid_flag(

@@ -297,9 +297,11 @@ impl Sequence<'_> {
             }
         };
         self.statistics.add_draft(cost);
-        // The drafter is a peer, not a part of this process: a tree beyond what was reserved is cut.
+        // The drafter is a peer, not a part of this process: a tree beyond what was reserved, or deeper than a block, is
+        // cut.
         tree.truncate(self.engine.most_nodes(shape));
-        tree.truncate_depth(room as u32);
+        let deepest = self.engine.block_size().saturating_sub(1);
+        tree.truncate_depth(room.min(deepest) as u32);
         Ok(tree)
     }
 

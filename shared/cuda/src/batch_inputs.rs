@@ -114,6 +114,11 @@ impl BatchInputs {
                 let stride = self.strides[index];
                 let at = arrays.table(index) + sequence * stride;
                 let row = &mut words[at..at + stride];
+                debug_assert!(
+                    table.len() <= stride,
+                    "{} blocks in a table of {stride}",
+                    table.len()
+                );
                 row.fill(NONE);
                 for (word, block) in row.iter_mut().zip(table) {
                     *word = block.0;

@@ -247,7 +247,7 @@ fn compile(name: &'static str, text: &str, options: &[String]) -> Result<Vec<u8>
     if !unsafe { nvrtc::is_culib_present() } {
         return Err(CudaError::MissingLibrary {
             what: "kernel compiler (NVRTC)",
-            names: vec!["libnvrtc.so.13".to_owned(), "libnvrtc.so.12".to_owned()],
+            names: vec!["libnvrtc.so.13".to_owned()],
             place: library_path(),
             fix: "install the CUDA runtime libraries, or the Python wheel nvidia-cuda-nvrtc",
         });

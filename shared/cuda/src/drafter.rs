@@ -3,7 +3,6 @@
 mod core;
 mod draft_graph;
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,8 +14,9 @@ use treespec_engine::{
 };
 
 use crate::batch_inputs::{BatchInputs, SequenceInput, sequence_bucket};
+use crate::graph_cache::GraphCache;
 use crate::vocabulary::Vocabulary;
-use crate::{Device, PinnedBuffer, row_bucket};
+use crate::{Device, MOST_DEPTHS, PinnedBuffer, row_bucket};
 pub(crate) use core::DraftCore;
 use draft_graph::DraftGraph;
 pub(crate) use draft_graph::{DraftKey, read_draft};
@@ -29,7 +29,7 @@ pub struct CudaDrafter {
     pub(crate) core: DraftCore,
     pub(crate) contexts: DraftContexts,
     inputs: BatchInputs,
-    graphs: HashMap<DraftKey, DraftGraph>,
+    graphs: GraphCache<DraftKey, DraftGraph>,
     arriving: ArrivingRows,
 }
 
@@ -77,6 +77,13 @@ impl CudaDrafter {
     ) -> Result<Self, EngineError> {
         drafter.check_target(&target.config)?;
         let config = &drafter.config;
+        if config.block_size > MOST_DEPTHS + 1 {
+            return Err(EngineError::Device(format!(
+                "block_size {} of the drafter: the GPU takes blocks of up to {}",
+                config.block_size,
+                MOST_DEPTHS + 1
+            )));
+        }
         let total_bytes = drafter.total_bytes();
         let mut report = |done: usize| {
             progress(LoadProgress {
@@ -116,7 +123,7 @@ impl CudaDrafter {
             core,
             contexts,
             inputs,
-            graphs: HashMap::new(),
+            graphs: GraphCache::new(device),
             arriving,
         })
     }
@@ -135,10 +142,18 @@ impl CudaDrafter {
 
     /// Captures the graph of a draft unless there is one.
     fn graph(&mut self, key: DraftKey) -> Result<(), EngineError> {
-        if !self.graphs.contains_key(&key) {
-            let graph = DraftGraph::capture(&self.core, &mut self.inputs, key)?;
-            self.graphs.insert(key, graph);
+        if self.graphs.contains(&key) {
+            return Ok(());
         }
+        self.graphs.make_room()?;
+        let graph = match DraftGraph::capture(&self.core, &mut self.inputs, key) {
+            Ok(graph) => graph,
+            Err(error) => {
+                self.graphs.free_memory(error)?;
+                DraftGraph::capture(&self.core, &mut self.inputs, key)?
+            }
+        };
+        self.graphs.insert(key, graph);
         Ok(())
     }
 
@@ -305,7 +320,10 @@ impl Drafter for CudaDrafter {
             let depths: Vec<usize> = group.iter().map(|request| request.max_depth).collect();
             self.graph(key)?;
             self.fill_inputs(&blocks, &depths)?;
-            let graph = &self.graphs[&key];
+            let graph = self
+                .graphs
+                .get_mut(&key)
+                .expect("invariant: the graph was captured above");
             let trees = graph.run(&self.core, &self.inputs, group.len())?;
             self.arriving.in_use = false;
             let forward = started.elapsed();

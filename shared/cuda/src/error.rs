@@ -109,6 +109,14 @@ impl From<CudaError> for EngineError {
                 free_bytes,
                 what,
             },
+            CudaError::Driver {
+                call,
+                code: CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+            } => Self::OutOfDeviceMemory {
+                wanted_bytes: 0,
+                free_bytes: 0,
+                what: format!("{call} (the driver does not say how much)"),
+            },
             error if error.is_sticky() => Self::DeviceLost(error.to_string()),
             error => Self::Device(error.to_string()),
         }

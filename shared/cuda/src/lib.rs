@@ -17,6 +17,7 @@ mod drafter;
 mod error;
 mod features;
 mod graph;
+mod graph_cache;
 mod head_pass;
 mod head_select;
 mod kernel_variants;

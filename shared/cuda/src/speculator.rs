@@ -1,6 +1,5 @@
 //! Target and drafter on one GPU: draft, verification, acceptance and the drafter's new context in one graph.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -16,9 +15,11 @@ use crate::acceptance::AcceptanceBuffers;
 use crate::batch_inputs::{BatchInputs, SequenceInput};
 use crate::draft_tree::DraftRecords;
 use crate::drafter::{CudaDrafter, DraftKey, read_draft};
+use crate::graph_cache::GraphCache;
 use crate::step_rows::StepRows;
 use crate::target::{
-    AcceptedBuffers, AcceptedHeads, CudaTarget, MOST_STEP_ROWS, wait_for_outcomes, walked,
+    AcceptedBuffers, AcceptedHeads, CudaTarget, MOST_SEQUENCES, MOST_STEP_ROWS, wait_for_outcomes,
+    walked,
 };
 use crate::{Device, Graph};
 use stage_times::StageTimes;
@@ -30,7 +31,7 @@ pub struct CudaSpeculator {
     target: CudaTarget,
     drafter: CudaDrafter,
     inputs: BatchInputs,
-    graphs: HashMap<(DraftKey, bool), SpeculativeGraph>,
+    graphs: GraphCache<(DraftKey, bool), SpeculativeGraph>,
 }
 
 impl CudaSpeculator {
@@ -66,7 +67,7 @@ impl CudaSpeculator {
             target: loaded,
             drafter,
             inputs,
-            graphs: HashMap::new(),
+            graphs: GraphCache::new(device),
         };
         // Budgets that fill whole tiles; others are captured when they are first asked for.
         let trees = [15, 31, 63].map(|budget| DraftShape::Tree { budget });
@@ -79,10 +80,18 @@ impl CudaSpeculator {
 
     /// Captures the graph of a step unless there is one.
     fn graph(&mut self, key: DraftKey, sampled: bool) -> Result<(), EngineError> {
-        if !self.graphs.contains_key(&(key, sampled)) {
-            let graph = SpeculativeGraph::capture(self, key, sampled)?;
-            self.graphs.insert((key, sampled), graph);
+        if self.graphs.contains(&(key, sampled)) {
+            return Ok(());
         }
+        self.graphs.make_room()?;
+        let graph = match SpeculativeGraph::capture(self, key, sampled) {
+            Ok(graph) => graph,
+            Err(error) => {
+                self.graphs.free_memory(error)?;
+                SpeculativeGraph::capture(self, key, sampled)?
+            }
+        };
+        self.graphs.insert((key, sampled), graph);
         Ok(())
     }
 
@@ -99,6 +108,21 @@ impl CudaSpeculator {
             .prepare_sampling(steps.iter().map(|step| step.sampling))?;
         self.graph(key, sampled)?;
         self.fill_inputs(key, steps)?;
+        let outcome = self.run_graph(key, sampled, steps, started);
+        if outcome.is_err() {
+            self.graphs.remove(&(key, sampled));
+        }
+        outcome
+    }
+
+    /// Runs the graph of a group whose inputs are filled.
+    fn run_graph(
+        &mut self,
+        key: DraftKey,
+        sampled: bool,
+        steps: &[SpeculativeStep<'_>],
+        started: Instant,
+    ) -> Result<Vec<Speculated>, EngineError> {
         let graph = self
             .graphs
             .get_mut(&(key, sampled))
@@ -129,12 +153,9 @@ impl CudaSpeculator {
         let heads = AcceptedHeads::read(core, &graph.rows, requests)?;
         let [draft, head, build, forward, accept] = graph.times.split(started.elapsed());
         let mut speculated = Vec::with_capacity(steps.len());
-        for (sequence, (step, outcome)) in steps.iter().zip(outcomes).enumerate() {
+        for (sequence, outcome) in outcomes.into_iter().enumerate() {
             let walked = walked(outcome)?;
             let tree = read_draft(&graph.records, sequence)?;
-            self.drafter
-                .contexts
-                .commit(step.context, walked.path.len())?;
             speculated.push(Speculated {
                 tree,
                 verified: VerifiedTree {
@@ -198,13 +219,11 @@ impl CudaSpeculator {
                 expected: end as u32,
             });
         }
-        // A depth limit makes a tree smaller, so less than the full tree may have to fit.
-        let fewest = rows.min(1 + step.max_depth);
-        if step.table.capacity() < step.committed + fewest {
+        if step.table.capacity() < step.committed + rows {
             return Err(EngineError::InvalidBatch(format!(
                 "{} KV slots for {} rows",
                 step.table.capacity(),
-                step.committed + fewest
+                step.committed + rows
             )));
         }
         if step.head.top_k == 0 {
@@ -223,7 +242,9 @@ impl CudaSpeculator {
             .flat_map(|run| {
                 let rows = DraftKey::of(run[0].shape, 1, spec, 0).rows;
                 let fitting = (MOST_STEP_ROWS / rows).max(1);
-                let most = (1 << fitting.ilog2()).min(self.drafter.core.most_sequences());
+                let most = (1 << fitting.ilog2())
+                    .min(self.drafter.core.most_sequences())
+                    .min(MOST_SEQUENCES);
                 run.chunks(most)
             })
             .collect()
@@ -271,6 +292,11 @@ impl Speculator for CudaSpeculator {
         let mut speculated = Vec::with_capacity(steps.len());
         for group in self.groups(steps) {
             speculated.extend(self.run_group(group)?);
+        }
+        // Counted only when all have their outcome: after an error every context still ends where its step began.
+        for (step, done) in steps.iter().zip(&speculated) {
+            let accepted = done.verified.acceptance.path.len();
+            self.drafter.contexts.commit(step.context, accepted)?;
         }
         Ok(speculated)
     }

@@ -7,7 +7,6 @@ mod prefill;
 mod step_sampler;
 mod verify_graph;
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -24,6 +23,7 @@ use crate::attention::AttentionKernels;
 use crate::batch_inputs::BatchInputs;
 use crate::decoder::{Decoder, DecoderShape, FinalRows, LayerKernels, Taps, Weights};
 use crate::features::FeatureProjection;
+use crate::graph_cache::GraphCache;
 use crate::head_pass::{HeadPass, error_from_row};
 use crate::kv_cache::{AcceptedPaths, CompactionKernels, KvCache};
 use crate::linear::{LinearKernels, PrefillLinear};
@@ -40,13 +40,14 @@ pub(crate) use outcomes::{AcceptedHeads, wait_for_outcomes, walked};
 use prefill::Prefill;
 use step_sampler::StepSampler;
 use treespec_sampling::SamplingParams;
+use treespec_tree::MAX_BUDGET;
 pub(crate) use verify_graph::AcceptedBuffers;
 use verify_graph::{VerifyGraph, VerifyKey};
 
 /// Llama or Qwen3 dense target in bf16.
 pub struct CudaTarget {
     pub(crate) core: TargetCore,
-    graphs: HashMap<VerifyKey, VerifyGraph>,
+    graphs: GraphCache<VerifyKey, VerifyGraph>,
 }
 
 /// Weights, cache, buffers and kernels: all that the graphs of a target launch.
@@ -144,7 +145,9 @@ impl CudaTarget {
     ) -> Result<Self, EngineError> {
         let shape = decoder.shape;
         let num_blocks = kv_tokens.div_ceil(BLOCK_TOKENS);
-        let blocks_per_sequence = config.context_length.div_ceil(BLOCK_TOKENS).min(num_blocks);
+        // A request holds room for its tree behind the last position, too.
+        let most_rows = config.context_length + MAX_BUDGET + 1;
+        let blocks_per_sequence = most_rows.div_ceil(BLOCK_TOKENS).min(num_blocks);
         let kernels = LayerKernels {
             linear: LinearKernels::load(device)?,
             rotary: RotaryKernels::load(device, shape.attention())?,
@@ -194,7 +197,7 @@ impl CudaTarget {
         };
         let mut target = Self {
             core,
-            graphs: HashMap::new(),
+            graphs: GraphCache::new(device),
         };
         let features = target.core.projection.is_some();
         for key in VerifyKey::usual(features) {
@@ -205,10 +208,18 @@ impl CudaTarget {
 
     /// The graph of a step; those that a batch of one needs are captured when the target is loaded, the others here.
     fn graph(&mut self, key: VerifyKey) -> Result<(), EngineError> {
-        if !self.graphs.contains_key(&key) {
-            let graph = VerifyGraph::capture(&mut self.core, key)?;
-            self.graphs.insert(key, graph);
+        if self.graphs.contains(&key) {
+            return Ok(());
         }
+        self.graphs.make_room()?;
+        let graph = match VerifyGraph::capture(&mut self.core, key) {
+            Ok(graph) => graph,
+            Err(error) => {
+                self.graphs.free_memory(error)?;
+                VerifyGraph::capture(&mut self.core, key)?
+            }
+        };
+        self.graphs.insert(key, graph);
         Ok(())
     }
 
@@ -232,7 +243,11 @@ impl CudaTarget {
             .graphs
             .get_mut(&key)
             .expect("invariant: the graph was captured above");
-        graph.run(&mut self.core, batch)
+        let outcome = graph.run(&mut self.core, batch);
+        if outcome.is_err() {
+            self.graphs.remove(&key);
+        }
+        outcome
     }
 }
 

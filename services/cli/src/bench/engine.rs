@@ -11,11 +11,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use indicatif::ProgressBar;
 use serde::Serialize;
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
-use treespec_engine::{BLOCK_TOKENS, DraftShape, DrafterOptions, Speculator, TargetOptions};
+use treespec_engine::{
+    BLOCK_TOKENS, DeviceChoice, DraftShape, DrafterOptions, Speculator, TargetOptions,
+};
 use treespec_sampling::SamplingParams;
 
 use self::{
@@ -69,7 +71,7 @@ pub(crate) struct EngineArgs {
     #[arg(long, alias = "repeats", default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub repetitions: u32,
     /// Sample at this temperature instead of taking the best token; needs a GPU
-    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    #[arg(long, value_name = "T", default_value_t = 0.0, allow_hyphen_values = true, value_parser = temperature)]
     pub temperature: f32,
     /// Seed of the noise above temperature 0
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -79,6 +81,13 @@ pub(crate) struct EngineArgs {
     pub json: Option<PathBuf>,
     #[command(flatten)]
     pub models: ModelArgs,
+}
+
+fn temperature(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
+        _ => Err("a finite number of at least 0 is allowed".to_owned()),
+    }
 }
 
 /// Prompts of a run without a reference and without `--limit`.
@@ -119,6 +128,10 @@ pub(crate) async fn run(args: EngineArgs) -> Result<()> {
         .iter()
         .map(|&mode| draft_shape(mode))
         .collect::<Result<Vec<_>>>()?;
+    ensure!(
+        args.temperature == 0.0 || args.models.device.unwrap_or_default() != DeviceChoice::Cpu,
+        "--temperature above 0 needs a GPU: give --device cuda:N"
+    );
     let paths = args.models.resolve()?;
     let drafter_path = paths
         .drafter

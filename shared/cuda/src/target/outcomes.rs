@@ -1,6 +1,7 @@
 //! What a step leaves for the host, and waiting for it.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use treespec_engine::{EngineError, HeadRequest, HeadRow, ScoredToken};
 
@@ -24,6 +25,9 @@ pub(crate) fn wait_for_outcomes(
 ) -> Result<Vec<Outcome>, EngineError> {
     /// Looks between two questions to the driver, which take microseconds.
     const LOOKS: usize = 20_000;
+    /// A step takes milliseconds; a kernel that runs for this long does not end.
+    const LONGEST: Duration = Duration::from_secs(30);
+    let started = Instant::now();
     let mut outcomes = Vec::with_capacity(steps.len());
     for (sequence, step) in steps.iter_mut().enumerate() {
         *step = step.wrapping_add(1);
@@ -40,6 +44,11 @@ pub(crate) fn wait_for_outcomes(
                 break acceptance.poll(sequence, *step).ok_or_else(|| {
                     EngineError::DeviceLost(format!("step {step} left no outcome"))
                 })?;
+            }
+            if started.elapsed() > LONGEST {
+                return Err(EngineError::DeviceLost(format!(
+                    "step {step} did not end within {LONGEST:?}"
+                )));
             }
         };
         outcomes.push(outcome);

@@ -16,7 +16,7 @@ use crate::{CudaError, Device, DeviceBuffer};
 pub(super) const MOST_ROWS: usize = 2048;
 
 /// Rows below which unpacking the weights costs more than the library saves.
-const FEWEST_ROWS: usize = 384;
+const FEWEST_ROWS: usize = 768;
 
 /// What marks the profile of a target whose prompts are computed this way.
 const PROFILE_MARK: &str = "/prefill-fast";

@@ -117,8 +117,8 @@ fn bits(outputs: &[ForwardOutput]) -> Vec<u32> {
 
 /// Fast near exact where it applies, exact to the bit where it does not and after it was switched off.
 fn check(name: &str, target: &mut CudaTarget, features: bool, vocab: usize) {
-    // One forward of 600 rows; three prompts in one; more than a forward takes, the rest a short one.
-    let batches: [&[usize]; 3] = [&[600], &[300, 17, 240], &[2_150]];
+    // One forward of 900 rows; three prompts in one; more than a forward takes, the rest a short one.
+    let batches: [&[usize]; 3] = [&[900], &[500, 17, 440], &[2_150]];
     let short = run(target, &[100, 30], features, vocab);
     let exact: Vec<_> = batches
         .iter()
