@@ -99,10 +99,7 @@ impl Engine {
 
     /// Nodes below the root that a draft of `shape` can have.
     pub(crate) fn most_nodes(&self, shape: DraftShape) -> usize {
-        match shape {
-            DraftShape::Chain => shape.depths(self.block_size()),
-            DraftShape::Tree { budget } => budget,
-        }
+        shape.most_nodes(self.block_size())
     }
 
     /// What requests are checked against.

@@ -20,7 +20,7 @@ const THREADS: usize = 32;
 const MOST_ROWS: usize = 256;
 
 /// Entries of an accepted path; a longer walk goes on in the next step.
-pub const MOST_PATH: usize = 64;
+pub const MOST_PATH: usize = crate::MAX_PATH;
 
 /// Records per sequence, used in turn, as in the kernel file.
 const RECORDS: usize = 2;

@@ -32,7 +32,7 @@ impl Activations {
         most_parts: usize,
     ) -> Result<Self, CudaError> {
         let rows = row_bucket(rows);
-        let padded_dim = shape.head_dim.next_multiple_of(32);
+        let padded_dim = crate::padded_dim(shape.head_dim);
         let packed = |depth: usize| DeviceBuffer::zeroed(device, PackedRows::len(rows, depth));
         Ok(Self {
             x: DeviceBuffer::zeroed(device, rows * shape.hidden)?,

@@ -4,12 +4,10 @@ use std::sync::Arc;
 
 use treespec_engine::BlockId;
 
+use crate::NONE;
 use crate::draft_tree::BatchState;
 use crate::rows::{BlockContexts, RowKernels};
 use crate::{CudaError, Device, DeviceBuffer, PinnedBuffer};
-
-/// Says "none" in arrays of tokens and blocks.
-const NONE: u32 = u32::MAX;
 
 /// Where one sequence stands.
 #[derive(Debug, Clone, Copy)]

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use treespec_tree::{MAX_BUDGET, TokenTree, TreeError};
 
+use crate::NONE;
 use crate::head_select::HeadTop;
 use crate::{CudaError, Device, DevicePtr, Function, KernelSource, Launch, PinnedBuffer};
 
@@ -16,16 +17,13 @@ pub(crate) const SOURCE: KernelSource = KernelSource {
 const THREADS: usize = 256;
 
 /// Most depths of a tree: a path has 64 entries, the root's included.
-pub const MOST_DEPTHS: usize = 63;
+pub const MOST_DEPTHS: usize = crate::MAX_PATH - 1;
 
 /// Words in front of a tree record.
 const RECORD_HEADER: usize = 4;
 
 /// Bytes of shared memory that the kernels declare themselves, and some to spare.
 const STATIC_SHARED: usize = 10 * 1024;
-
-/// Says "none" in arrays of nodes, tokens and slots.
-const NONE: u32 = u32::MAX;
 
 /// The candidates that the drafts are made of.
 #[derive(Debug, Clone, Copy)]

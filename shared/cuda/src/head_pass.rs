@@ -5,15 +5,13 @@ use std::sync::Arc;
 use half::bf16;
 use treespec_engine::{EngineError, HeadRequest, HeadRow, ScoredToken};
 
+use crate::NONE;
 use crate::draft_tree::DraftCandidates;
 use crate::head_select::{HeadLogits, HeadSelectKernels, HeadTop, HeadTopBuffers, MOST_TOP};
 use crate::linear::{Epilogue, LinearKernels, RowScale};
 use crate::rows::RowKernels;
 use crate::vocabulary::Vocabulary;
 use crate::{CudaError, Device, DeviceBuffer, DevicePtr, PackedRows, row_bucket};
-
-/// Says "no token" in arrays of tokens.
-const NONE: u32 = u32::MAX;
 
 /// Buffers and kernels of a head pass over up to a number of rows.
 pub(crate) struct HeadPass {

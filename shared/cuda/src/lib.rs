@@ -33,6 +33,9 @@ mod step_rows;
 mod target;
 mod vocabulary;
 
+/// Says "none" in u32 arrays of tokens, nodes, slots, blocks and sequences, on the host and in kernels.
+pub(crate) const NONE: u32 = u32::MAX;
+
 pub use acceptance::{
     AcceptanceBuffers, AcceptanceKernels, MOST_PATH, Outcome, RootRows, TargetChoices,
     VerifiedRows, Walked,

@@ -8,13 +8,11 @@ use std::sync::Arc;
 
 use treespec_engine::{BLOCK_TOKENS, BlockTable, EngineError, RowBatch, RowShape};
 
+use crate::NONE;
 use crate::{CudaError, Device, DeviceBuffer, DevicePtr, PinnedBuffer, RowKernels, row_bucket};
 
 /// Most nodes of a path, the root included.
 pub const MAX_PATH: usize = 64;
-
-/// Says "not there" in arrays of slots and sequences.
-const NONE: u32 = u32::MAX;
 
 /// Words of a path: two nodes each.
 const PATH_WORDS: usize = MAX_PATH / 2;

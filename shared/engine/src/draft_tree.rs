@@ -27,6 +27,14 @@ impl DraftShape {
         }
     }
 
+    /// Nodes below the root that a draft can have.
+    pub fn most_nodes(&self, block_size: usize) -> usize {
+        match *self {
+            Self::Chain => self.depths(block_size),
+            Self::Tree { budget } => budget,
+        }
+    }
+
     /// How many candidates a depth can need: siblings of one parent never exceed the budget
     /// (`topk = min(budget, V)` in the reference builder).
     pub fn candidates_per_depth(&self, vocab_size: usize) -> usize {

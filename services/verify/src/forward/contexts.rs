@@ -61,7 +61,12 @@ impl Slot {
         }
         if !self.complained {
             self.complained = true;
-            tracing::warn!(%error, "the hosted drafter fails a sequence, decoding it plainly");
+            // More sequences than contexts is load, not a fault.
+            if matches!(error, EngineError::OutOfContexts(_)) {
+                tracing::debug!(%error, "decoding a sequence plainly");
+            } else {
+                tracing::warn!(%error, "the hosted drafter fails a sequence, decoding it plainly");
+            }
         }
         if let Some(id) = self.open.take() {
             drafter.close(id);

@@ -56,6 +56,6 @@ fn weight_bytes(config: &TargetConfig) -> u64 {
 }
 
 fn cache_bytes(config: &TargetConfig, kv_tokens: usize) -> u64 {
-    let width = config.head_dim.next_multiple_of(32) * config.num_kv_heads;
+    let width = crate::padded_dim(config.head_dim) * config.num_kv_heads;
     (config.num_layers * 2 * 2 * width) as u64 * kv_tokens.next_multiple_of(16) as u64
 }

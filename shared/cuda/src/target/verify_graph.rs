@@ -7,6 +7,7 @@ use treespec_tree::{Acceptance, TokenTree};
 
 use super::outcomes::{AcceptedHeads, wait_for_outcomes, walked};
 use super::{MOST_SEQUENCES, MOST_STEP_ROWS, TargetCore};
+use crate::NONE;
 use crate::acceptance::{AcceptanceBuffers, MOST_PATH, TargetChoices};
 use crate::batch_inputs::{SequenceInput, sequence_bucket};
 use crate::kv_cache::AcceptedPaths;
@@ -15,9 +16,6 @@ use crate::step_rows::{RowKind, StepRows, context_bucket};
 use crate::{
     CudaError, Device, DeviceBuffer, DevicePtr, Graph, PackedRows, PinnedBuffer, row_bucket,
 };
-
-/// Says "none" in arrays of tokens and nodes.
-const NONE: u32 = u32::MAX;
 
 /// What a graph is captured for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

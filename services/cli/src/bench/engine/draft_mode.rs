@@ -22,13 +22,9 @@ pub(super) fn draft_shape(mode: Mode) -> Result<Option<DraftShape>> {
     }
 }
 
-/// Nodes below the root that a draft of `shape` can have.
+/// Nodes below the root that a draft of `shape` can have; none without a draft.
 pub(super) fn most_nodes(shape: Option<DraftShape>, block_size: usize) -> usize {
-    match shape {
-        None => 0,
-        Some(DraftShape::Chain) => DraftShape::Chain.depths(block_size),
-        Some(DraftShape::Tree { budget }) => budget,
-    }
+    shape.map_or(0, |shape| shape.most_nodes(block_size))
 }
 
 #[cfg(test)]
