@@ -205,7 +205,11 @@ impl Lie {
         };
         let draft = match self {
             Self::WrongTokens | Self::OtherPosition => Some(chain(propose.budget, 1)),
-            Self::TooManyNodes => Some(chain(200, 1)),
+            Self::TooManyNodes => Some(Draft::Tree(pb::Tree {
+                token_ids: (1..=200).collect(),
+                parents: vec![0; 200],
+                log_probs: (0..200).map(|node| -f64::from(node)).collect(),
+            })),
             Self::UnknownToken => Some(chain(2, u32::MAX - 2)),
             Self::Cycle => Some(Draft::Tree(pb::Tree {
                 token_ids: vec![1, 2],
