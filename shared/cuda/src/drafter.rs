@@ -240,15 +240,10 @@ impl Drafter for CudaDrafter {
         rows: &[f32],
     ) -> Result<(), EngineError> {
         let width = self.core.spec.hidden_size;
-        if !rows.len().is_multiple_of(width) {
-            return Err(EngineError::InvalidBatch(format!(
-                "{} feature values are not a whole number of rows of {width}",
-                rows.len()
-            )));
-        }
+        let arrived = self.core.spec.context_rows(rows)?;
         let core = &self.core;
         core.device.bind()?;
-        let skipped = self.contexts.begin_append(id, start, rows.len() / width)?;
+        let skipped = self.contexts.begin_append(id, start, arrived)?;
         for chunk in rows[skipped * width..].chunks(MOST_BLOCK_ROWS * width) {
             let count = chunk.len() / width;
             let bucket = row_bucket(count);

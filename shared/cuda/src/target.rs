@@ -468,15 +468,7 @@ impl Backend for CudaTarget {
         committed: usize,
         path: &[usize],
     ) -> Result<(), EngineError> {
-        let ascends = path.windows(2).all(|pair| pair[0] < pair[1]);
-        let fits = path
-            .last()
-            .is_none_or(|last| committed + last < table.capacity());
-        if !ascends || !fits {
-            return Err(EngineError::InvalidBatch(format!(
-                "cannot compact path {path:?} behind {committed} rows"
-            )));
-        }
+        table.check_path(committed, path)?;
         if path.is_empty() {
             return Ok(());
         }

@@ -38,6 +38,23 @@ pub struct DrafterSpec {
     pub num_layers: usize,
 }
 
+impl DrafterSpec {
+    /// Rows in arriving `features` (`[rows, hidden_size]`, row-major).
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::InvalidBatch`] for a part of a row.
+    pub fn context_rows(&self, features: &[f32]) -> Result<usize, EngineError> {
+        let (values, width) = (features.len(), self.hidden_size);
+        if !values.is_multiple_of(width) {
+            return Err(EngineError::InvalidBatch(format!(
+                "{values} feature values are not a whole number of rows of {width}"
+            )));
+        }
+        Ok(values / width)
+    }
+}
+
 /// One block to draft.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockRequest {

@@ -86,6 +86,25 @@ impl BlockTable {
     pub fn locate(&self, slot: usize) -> (BlockId, usize) {
         (self.blocks[slot / BLOCK_TOKENS], slot % BLOCK_TOKENS)
     }
+
+    /// Checks that the rows `path` behind the first `committed` can be compacted: they ascend, so that no copy
+    /// overwrites a row still to be read, and they lie inside the table.
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::InvalidBatch`] where they do not.
+    pub fn check_path(&self, committed: usize, path: &[usize]) -> Result<(), EngineError> {
+        let ascends = path.windows(2).all(|pair| pair[0] < pair[1]);
+        let fits = path
+            .last()
+            .is_none_or(|last| committed + last < self.capacity());
+        if !ascends || !fits {
+            return Err(EngineError::InvalidBatch(format!(
+                "cannot compact path {path:?} behind {committed} rows"
+            )));
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]
@@ -109,5 +128,23 @@ mod tests {
         assert_eq!((a.capacity(), pool.free_blocks()), (16, 3));
         pool.release(&mut a);
         assert_eq!(pool.free_blocks(), 4);
+    }
+
+    #[test]
+    fn takes_only_paths_that_ascend_inside_the_table() {
+        let mut table = BlockTable::default();
+        BlockPool::new(1).grow(&mut table, BLOCK_TOKENS).unwrap();
+        for path in [&[][..], &[0], &[0, 2, 5]] {
+            table.check_path(10, path).unwrap();
+        }
+        for path in [&[6][..], &[2, 1], &[3, 3]] {
+            assert!(
+                matches!(
+                    table.check_path(10, path),
+                    Err(EngineError::InvalidBatch(_))
+                ),
+                "{path:?}"
+            );
+        }
     }
 }

@@ -192,13 +192,7 @@ impl Drafter for CpuDrafter {
         rows: &[f32],
     ) -> Result<(), EngineError> {
         let hidden = self.spec.hidden_size;
-        if !rows.len().is_multiple_of(hidden) {
-            return Err(EngineError::InvalidBatch(format!(
-                "{} feature values are not a whole number of rows of {hidden}",
-                rows.len()
-            )));
-        }
-        let count = rows.len() / hidden;
+        let count = self.spec.context_rows(rows)?;
         let skipped = self.contexts.begin_append(id, start, count)?;
         for rows in rows[skipped * hidden..].chunks(CONTEXT_ROWS * hidden) {
             self.append_rows(id, rows)?;

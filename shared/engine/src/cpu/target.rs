@@ -216,15 +216,7 @@ impl Backend for CpuTarget {
         committed: usize,
         path: &[usize],
     ) -> Result<(), EngineError> {
-        let ascends = path.windows(2).all(|pair| pair[0] < pair[1]);
-        let fits = path
-            .last()
-            .is_none_or(|last| committed + last < table.capacity());
-        if !ascends || !fits {
-            return Err(EngineError::InvalidBatch(format!(
-                "cannot compact path {path:?} behind {committed} rows"
-            )));
-        }
+        table.check_path(committed, path)?;
         // A row never moves behind itself, so ascending copies overwrite only rows that are done with.
         for (target, &source) in path.iter().enumerate().filter(|(t, s)| t != *s) {
             let (from, to) = (
