@@ -10,4 +10,6 @@ mod gguf_writer;
 mod hugging_face_targets;
 mod incremental_decoding;
 mod malformed;
+mod reference_blocks;
+mod stored_matrices;
 mod tokenizers;

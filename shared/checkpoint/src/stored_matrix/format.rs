@@ -1,0 +1,42 @@
+use half::bf16;
+
+use super::blocks::{Q4_1Block, Q8_0Block};
+
+/// Number formats that keep their values when an engine widens them to f32 itself.
+///
+/// Blocks are those of ggml-quants. Products and sums are f32, rounded after each operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MatrixFormat {
+    /// IEEE single precision. Formats that are not listed here come as this.
+    F32,
+    /// bfloat16.
+    Bf16,
+    /// 32 values in 34 bytes, [`Q8_0Block`]: `d * q`.
+    Q8_0,
+    /// 32 values in 20 bytes, [`Q4_1Block`]: `d * q + m`.
+    Q4_1,
+}
+
+impl MatrixFormat {
+    /// Values per block of the quantised formats; their rows are whole blocks.
+    pub const BLOCK: usize = 32;
+
+    /// Bytes of a row of `columns` values, `None` when they are not whole blocks or the size overflows.
+    pub fn row_bytes(self, columns: usize) -> Option<usize> {
+        let (values, bytes) = self.block();
+        columns
+            .is_multiple_of(values)
+            .then_some(columns / values)?
+            .checked_mul(bytes)
+    }
+
+    /// Values and bytes of what a row is a whole number of.
+    fn block(self) -> (usize, usize) {
+        match self {
+            Self::F32 => (1, size_of::<f32>()),
+            Self::Bf16 => (1, size_of::<bf16>()),
+            Self::Q8_0 => (Self::BLOCK, Q8_0Block::BYTES),
+            Self::Q4_1 => (Self::BLOCK, Q4_1Block::BYTES),
+        }
+    }
+}
