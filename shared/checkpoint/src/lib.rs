@@ -35,7 +35,9 @@ pub use drafter::DrafterCheckpoint;
 pub use drafter_config::{DrafterAttention, DrafterConfig};
 pub use error::CheckpointError;
 pub use incremental_decoder::IncrementalDecoder;
-pub use stored_matrix::{MatrixFormat, Q4_1Block, Q8_0Block, StoredMatrix};
+pub use stored_matrix::{
+    MatrixFormat, Q4_0Block, Q4_1Block, Q4KBlock, Q6KBlock, Q8_0Block, StoredMatrix,
+};
 pub use target::TargetCheckpoint;
 pub use target_config::{Architecture, TargetConfig, TensorSpec};
 pub use tensor_source::TensorSource;

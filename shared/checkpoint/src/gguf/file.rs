@@ -86,7 +86,10 @@ impl GgufFile {
         let format = match tensor.dtype {
             GgmlDType::BF16 => Some(MatrixFormat::Bf16),
             GgmlDType::Q8_0 => Some(MatrixFormat::Q8_0),
+            GgmlDType::Q4_0 => Some(MatrixFormat::Q4_0),
             GgmlDType::Q4_1 => Some(MatrixFormat::Q4_1),
+            GgmlDType::Q4K => Some(MatrixFormat::Q4_K),
+            GgmlDType::Q6K => Some(MatrixFormat::Q6_K),
             _ => None,
         };
         let stored = format.and_then(|format| {

@@ -42,6 +42,41 @@ impl Q8_0Block {
     }
 }
 
+/// One block of a Q4_0 row: f16 `d`, then 16 bytes with value `j` in the low and value `j + 16` in the high half of byte
+/// `j`. A value is `d * (q - 8)`, which f32 holds exactly.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Q4_0Block {
+    /// `d`, as stored.
+    pub scale: f16,
+    /// Two stored integers per byte.
+    pub nibbles: [u8; BLOCK / 2],
+}
+
+impl Q4_0Block {
+    /// Bytes of a stored block.
+    pub const BYTES: usize = 2 + BLOCK / 2;
+
+    /// The blocks of a stored row; a trailing part of one is ignored.
+    pub fn of(row: &[u8]) -> impl Iterator<Item = Self> + '_ {
+        let (blocks, _) = row.as_chunks::<{ Self::BYTES }>();
+        blocks.iter().map(|block| Self {
+            scale: f16_at(block, 0),
+            nibbles: array_at(block, 2),
+        })
+    }
+
+    /// Stored integers 0..=15 in the order of the values.
+    pub fn quants(&self) -> [u8; BLOCK] {
+        unpack_nibbles(&self.nibbles, BLOCK / 2)
+    }
+
+    /// The values.
+    pub fn values(&self) -> [f32; BLOCK] {
+        let scale = self.scale.to_f32();
+        self.quants().map(|q| scale * (f32::from(q) - 8.0))
+    }
+}
+
 /// One block of a Q4_1 row: f16 `d`, f16 `m`, then 16 bytes with value `j` in the low and value `j + 16` in the high half
 /// of byte `j`. A value is `d * q + m`; f32 holds the product exactly, so only the sum rounds.
 #[derive(Debug, Clone, Copy, PartialEq)]

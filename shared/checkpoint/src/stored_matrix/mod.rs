@@ -2,9 +2,11 @@
 
 mod blocks;
 mod format;
+mod superblocks;
 
-pub use blocks::{Q4_1Block, Q8_0Block};
+pub use blocks::{Q4_0Block, Q4_1Block, Q8_0Block};
 pub use format::MatrixFormat;
+pub use superblocks::{Q4KBlock, Q6KBlock};
 
 /// A matrix, row-major, little-endian, in its file's format.
 #[derive(Debug, Clone, PartialEq)]
@@ -72,7 +74,10 @@ impl StoredMatrix {
             MatrixFormat::F32 => crate::float_bytes::from_f32(bytes),
             MatrixFormat::Bf16 => crate::float_bytes::from_bf16(bytes),
             MatrixFormat::Q8_0 => Q8_0Block::of(bytes).flat_map(|b| b.values()).collect(),
+            MatrixFormat::Q4_0 => Q4_0Block::of(bytes).flat_map(|b| b.values()).collect(),
             MatrixFormat::Q4_1 => Q4_1Block::of(bytes).flat_map(|b| b.values()).collect(),
+            MatrixFormat::Q4_K => Q4KBlock::of(bytes).flat_map(|b| b.values()).collect(),
+            MatrixFormat::Q6_K => Q6KBlock::of(bytes).flat_map(|b| b.values()).collect(),
         }
     }
 

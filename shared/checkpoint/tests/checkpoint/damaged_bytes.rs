@@ -16,6 +16,10 @@ fn use_everything(path: &Path) {
     if let Ok(target) = TargetCheckpoint::open(path) {
         for tensor in target.config.tensors() {
             let _ = target.tensor(&tensor.name, &tensor.shape);
+            if let [rows, columns] = tensor.shape[..] {
+                let matrix = target.matrix(&tensor.name, [rows, columns]);
+                let _ = matrix.map(|matrix| matrix.row_f32(rows - 1));
+            }
         }
     }
     if let Ok(tokenizer) = TextTokenizer::open(path) {

@@ -20,15 +20,20 @@ fn the_control_equals_its_hugging_face_twin() {
 }
 
 const HIDDEN: usize = 32;
-const HEAD: usize = 8;
+pub(crate) const HEAD: usize = 8;
 
 /// A one-layer model of 4 query heads and 2 key heads of 8; every tensor counts up from 0 except the Q8_0 output.
 pub(crate) fn tiny(architecture: &str) -> Gguf {
+    with_hidden_size(architecture, HIDDEN)
+}
+
+/// [`tiny`] with `hidden` columns. The metadata leave the size of a head to `hidden / 4`.
+pub(crate) fn with_hidden_size(architecture: &str, hidden: usize) -> Gguf {
     let mut gguf = Gguf::default();
     gguf.set("general.architecture", text(architecture));
     for (key, value) in [
         ("context_length", 64),
-        ("embedding_length", HIDDEN as u32),
+        ("embedding_length", hidden as u32),
         ("block_count", 1),
         ("feed_forward_length", 48),
         ("attention.head_count", 4),
@@ -52,21 +57,21 @@ pub(crate) fn tiny(architecture: &str) -> Gguf {
     gguf.set("tokenizer.ggml.eos_token_id", Meta::U32(3));
 
     let counting = |index: usize| index as f32;
-    gguf.f32_tensor("token_embd.weight", &[5, HIDDEN], counting);
-    gguf.f32_tensor("output_norm.weight", &[HIDDEN], counting);
+    gguf.f32_tensor("token_embd.weight", &[5, hidden], counting);
+    gguf.f32_tensor("output_norm.weight", &[hidden], counting);
     for (name, rows, columns) in [
-        ("attn_q", 4 * HEAD, HIDDEN),
-        ("attn_k", 2 * HEAD, HIDDEN),
-        ("attn_v", 2 * HEAD, HIDDEN),
-        ("attn_output", HIDDEN, 4 * HEAD),
-        ("ffn_gate", 48, HIDDEN),
-        ("ffn_up", 48, HIDDEN),
-        ("ffn_down", HIDDEN, 48),
+        ("attn_q", 4 * HEAD, hidden),
+        ("attn_k", 2 * HEAD, hidden),
+        ("attn_v", 2 * HEAD, hidden),
+        ("attn_output", hidden, 4 * HEAD),
+        ("ffn_gate", 48, hidden),
+        ("ffn_up", 48, hidden),
+        ("ffn_down", hidden, 48),
     ] {
         gguf.f32_tensor(&format!("blk.0.{name}.weight"), &[rows, columns], counting);
     }
-    gguf.f32_tensor("blk.0.attn_norm.weight", &[HIDDEN], counting);
-    gguf.f32_tensor("blk.0.ffn_norm.weight", &[HIDDEN], counting);
+    gguf.f32_tensor("blk.0.attn_norm.weight", &[hidden], counting);
+    gguf.f32_tensor("blk.0.ffn_norm.weight", &[hidden], counting);
     if architecture == "qwen3" {
         gguf.f32_tensor("blk.0.attn_q_norm.weight", &[HEAD], counting);
         gguf.f32_tensor("blk.0.attn_k_norm.weight", &[HEAD], counting);

@@ -51,6 +51,13 @@ impl Gguf {
         });
     }
 
+    /// Gives the tensor `name` other bytes, in the number format `type_id`.
+    pub(crate) fn store(&mut self, name: &str, type_id: u32, bytes: Vec<u8>) {
+        let tensor = self.tensors.iter_mut().find(|tensor| tensor.name == name);
+        let tensor = tensor.unwrap();
+        (tensor.type_id, tensor.bytes) = (type_id, bytes);
+    }
+
     pub(crate) fn bytes(&self) -> Vec<u8> {
         let mut file = b"GGUF".to_vec();
         file.extend(3u32.to_le_bytes());

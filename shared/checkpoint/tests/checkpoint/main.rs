@@ -5,6 +5,7 @@ mod chat_templates;
 mod damaged_bytes;
 mod drafters;
 mod fixtures;
+mod gguf_formats;
 mod gguf_targets;
 mod gguf_writer;
 mod hugging_face_targets;

@@ -7,8 +7,12 @@ use proptest::prelude::*;
 /// Where the f16 numbers of a block are.
 fn scale_positions(dtype: GgmlDType) -> &'static [usize] {
     match dtype {
-        GgmlDType::Q8_0 => &[0],
-        GgmlDType::Q4_1 => &[0, 2],
+        GgmlDType::F16 => &[0],
+        GgmlDType::Q8_0 | GgmlDType::Q4_0 | GgmlDType::Q5_0 => &[0],
+        GgmlDType::Q4_1 | GgmlDType::Q5_1 | GgmlDType::Q4K | GgmlDType::Q5K => &[0, 2],
+        GgmlDType::Q2K => &[80, 82],
+        GgmlDType::Q3K => &[108],
+        GgmlDType::Q6K => &[208],
         other => panic!("no blocks of {other:?} are made"),
     }
 }
@@ -39,6 +43,20 @@ pub(crate) fn blocks(dtype: GgmlDType, count: usize) -> impl Strategy<Value = Ve
             block
         });
     prop::collection::vec(block, count).prop_map(|blocks| blocks.concat())
+}
+
+/// Whole blocks of some bytes, the same every time, whose scales are finite.
+pub(crate) fn some_blocks(dtype: GgmlDType, count: usize) -> Vec<u8> {
+    let mut bytes: Vec<u8> = (0..(count * dtype.type_size()) as u32)
+        .map(|i| (i.wrapping_mul(2_654_435_761).rotate_left(15) ^ i).wrapping_mul(0x9e37_79b1))
+        .map(|hash| (hash >> 24) as u8)
+        .collect();
+    for block in bytes.chunks_exact_mut(dtype.type_size()) {
+        for &position in scale_positions(dtype) {
+            make_finite(block, position);
+        }
+    }
+    bytes
 }
 
 /// The values of whole blocks.

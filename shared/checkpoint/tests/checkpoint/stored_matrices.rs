@@ -7,9 +7,12 @@ use treespec_checkpoint::{MatrixFormat, StoredMatrix};
 use crate::reference_blocks::{bits, blocks, dequantised};
 
 /// The quantised formats, with candle's names.
-const QUANTISED: [(MatrixFormat, GgmlDType); 2] = [
+const QUANTISED: [(MatrixFormat, GgmlDType); 5] = [
     (MatrixFormat::Q8_0, GgmlDType::Q8_0),
+    (MatrixFormat::Q4_0, GgmlDType::Q4_0),
     (MatrixFormat::Q4_1, GgmlDType::Q4_1),
+    (MatrixFormat::Q4_K, GgmlDType::Q4K),
+    (MatrixFormat::Q6_K, GgmlDType::Q6K),
 ];
 
 /// A format, and two rows of two blocks each.
@@ -19,7 +22,7 @@ fn two_rows() -> impl Strategy<Value = (MatrixFormat, GgmlDType, Vec<u8>)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(1000))]
+    #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
     fn rows_have_the_values_of_the_reference((format, dtype, bytes) in two_rows()) {
