@@ -2,6 +2,7 @@
 
 mod blocks;
 mod format;
+mod quantise;
 mod superblocks;
 
 pub use blocks::{Q4_0Block, Q4_1Block, Q8_0Block};

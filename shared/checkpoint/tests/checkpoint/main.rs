@@ -11,6 +11,7 @@ mod gguf_writer;
 mod hugging_face_targets;
 mod incremental_decoding;
 mod malformed;
+mod quantisation;
 mod reference_blocks;
 mod stored_matrices;
 mod tokenizers;
