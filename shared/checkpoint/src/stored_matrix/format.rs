@@ -5,7 +5,8 @@ use super::superblocks::{Q4KBlock, Q6KBlock};
 
 /// Number formats that keep their values when an engine widens them to f32 itself.
 ///
-/// Blocks are those of ggml-quants. Products and sums are f32, rounded after each operation.
+/// Blocks are those of ggml-quants. Products and sums are f32, rounded after each operation; no product of finite scales
+/// needs rounding, so fused operations give the same values.
 #[allow(non_camel_case_types, reason = "ggml's names")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MatrixFormat {

@@ -2,7 +2,7 @@
 
 use candle_core::quantized::GgmlDType;
 use proptest::prelude::*;
-use treespec_checkpoint::{MatrixFormat, StoredMatrix};
+use treespec_checkpoint::{MatrixFormat, Q4_1Block, Q4KBlock, StoredMatrix};
 
 use crate::reference_blocks::{bits, blocks, dequantised};
 
@@ -33,6 +33,31 @@ proptest! {
         for row in 0..2 {
             let values = &expected[row * columns..(row + 1) * columns];
             prop_assert_eq!(bits(&matrix.row_f32(row)), bits(values), "{:?}", format);
+        }
+    }
+
+    #[test]
+    fn fused_operations_give_the_same_values(
+        q4_1 in blocks(GgmlDType::Q4_1, 2),
+        q4_k in blocks(GgmlDType::Q4K, 2),
+    ) {
+        for block in Q4_1Block::of(&q4_1) {
+            let (scale, min) = (block.scale.to_f32(), block.min.to_f32());
+            let fused = block.quants().map(|q| scale.mul_add(f32::from(q), min));
+            prop_assert_eq!(bits(&fused), bits(&block.values()));
+        }
+        for block in Q4KBlock::of(&q4_k) {
+            let (scale, min) = (block.scale.to_f32(), block.min.to_f32());
+            let quants = block.quants();
+            let fused: Vec<f32> = (0..quants.len())
+                .map(|i| (i / Q4KBlock::GROUP, f32::from(quants[i])))
+                .map(|(group, q)| {
+                    let scale = scale * f32::from(block.scales[group]);
+                    let min = min * f32::from(block.mins[group]);
+                    scale.mul_add(q, -min)
+                })
+                .collect();
+            prop_assert_eq!(bits(&fused), bits(&block.values()));
         }
     }
 }
