@@ -24,7 +24,7 @@ pub(crate) struct ConnectionArgs {
         value_name = "URL",
         env = "TREESPEC_ENDPOINT",
         conflicts_with_all = [
-            "target", "drafter", "no_drafter", "threads", "device", "topk_placement", "draft_placement", "draft_device",
+            "target", "drafter", "no_drafter", "threads", "cpu_precision", "cpu_isa", "device", "topk_placement", "draft_placement", "draft_device",
             "prefill",
         ]
     )]

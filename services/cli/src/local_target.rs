@@ -1,6 +1,6 @@
 //! A target in this process with one sequence in its cache, for commands that need no service.
 
-use std::{num::NonZeroUsize, ops::Range, path::Path};
+use std::{ops::Range, path::Path};
 
 use anyhow::{Context as _, Result, ensure};
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
@@ -35,9 +35,8 @@ impl LocalTarget {
         rows: usize,
     ) -> Result<Self> {
         let options = TargetOptions {
-            threads: args.threads.map_or(0, NonZeroUsize::get),
+            cpu: args.cpu()?,
             kv_tokens: rows.max(1),
-            ..Default::default()
         };
         let backend = treespec_verify::load_target(
             args.device.unwrap_or_default(),
@@ -169,6 +168,7 @@ impl LocalTarget {
             tokens,
             shape,
             head,
+            sampling: None,
             features,
         };
         let mut outputs = self.backend.forward(&RowBatch {

@@ -4,12 +4,15 @@ use std::{
     env,
     num::NonZeroUsize,
     path::{Path, PathBuf},
+    str::FromStr,
 };
 
 use anyhow::{Context as _, Result, ensure};
-use treespec_engine::DeviceChoice;
+use treespec_engine::{CpuOptions, DeviceChoice, Isa, Precision};
 
 const TARGET_VARIABLE: &str = "TREESPEC_TARGET";
+const PRECISION_VARIABLE: &str = "TREESPEC_CPU_PRECISION";
+const ISA_VARIABLE: &str = "TREESPEC_CPU_ISA";
 const DRAFTER_VARIABLE: &str = "TREESPEC_DRAFTER";
 const DEFAULT_TARGET: &str = "models/SmolLM2-135M-Instruct.Q4_1.gguf";
 const DEFAULT_DRAFTER: &str = "deploy/models/smollm2-135m-instruct-dflash";
@@ -32,6 +35,13 @@ pub(crate) struct ModelArgs {
     /// Compute threads [default: one per core]
     #[arg(long, value_name = "N")]
     pub threads: Option<NonZeroUsize>,
+    /// Arithmetic of linear layers on a CPU: f32, or quantised (8-bit activations where the weights are quantised) [env:
+    /// TREESPEC_CPU_PRECISION] [default: quantised for a quantised file, f32 otherwise]
+    #[arg(long, value_name = "PRECISION")]
+    pub cpu_precision: Option<Precision>,
+    /// Instruction set of the CPU kernels, to compare them [env: TREESPEC_CPU_ISA] [default: the best there is]
+    #[arg(long, value_name = "ISA")]
+    pub cpu_isa: Option<Isa>,
     /// Where the models run: cpu, or cuda:N for the GPU number N [default: cpu]
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<DeviceChoice>,
@@ -56,6 +66,18 @@ impl ModelArgs {
         let target = self.target()?;
         let drafter = self.drafter_for(&target)?;
         Ok(ModelPaths { target, drafter })
+    }
+
+    /// How models in this process run on the CPU: flags before environment variables.
+    ///
+    /// # Errors
+    /// A variable that names no precision or no instruction set.
+    pub(crate) fn cpu(&self) -> Result<CpuOptions> {
+        Ok(CpuOptions {
+            threads: self.threads.map_or(0, NonZeroUsize::get),
+            isa: flag_or_variable(self.cpu_isa, ISA_VARIABLE)?,
+            precision: flag_or_variable(self.cpu_precision, PRECISION_VARIABLE)?,
+        })
     }
 
     /// The target alone.
@@ -85,6 +107,18 @@ impl ModelArgs {
             "no drafter is known for this target: it decodes plainly; give --drafter PATH to speculate"
         );
         Ok(None)
+    }
+}
+
+fn flag_or_variable<T>(flag: Option<T>, variable: &str) -> Result<Option<T>>
+where
+    T: FromStr<Err: std::error::Error + Send + Sync + 'static>,
+{
+    match env::var(variable) {
+        Ok(value) if flag.is_none() && !value.is_empty() => {
+            value.parse().map(Some).with_context(|| variable.to_owned())
+        }
+        _ => Ok(flag),
     }
 }
 

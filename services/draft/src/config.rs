@@ -5,7 +5,7 @@ use std::{
 };
 
 use clap::builder::FalseyValueParser;
-use treespec_engine::{DeviceChoice, EngineError};
+use treespec_engine::{DeviceChoice, EngineError, Isa, Precision};
 
 use crate::Error;
 
@@ -24,6 +24,13 @@ pub struct Config {
     /// Threads of a forward [default: all cores]
     #[arg(long, env = "TREESPEC_DRAFT_THREADS")]
     pub threads: Option<NonZeroUsize>,
+    /// Arithmetic of linear layers on a CPU: f32, or quantised (8-bit weights and activations) [default: quantised for a
+    /// quantised target, f32 otherwise]
+    #[arg(long, env = "TREESPEC_CPU_PRECISION", value_name = "PRECISION")]
+    pub cpu_precision: Option<Precision>,
+    /// Instruction set of the CPU kernels, to compare them [default: the best that the processor has]
+    #[arg(long, env = "TREESPEC_CPU_ISA", value_name = "ISA")]
+    pub cpu_isa: Option<Isa>,
     /// Where the drafter runs: cpu, or cuda:N for the GPU number N
     #[arg(
         long,

@@ -57,6 +57,8 @@ pub(crate) fn service_error(error: &EngineError) -> ServiceError {
         | EngineError::DeviceNotBuilt(_)
         | EngineError::InvalidBatch(_)
         | EngineError::TooManyThreads { .. }
+        | EngineError::UnavailableIsa(_)
+        | EngineError::WeightMemory(_)
         | EngineError::Thread(_)
         | EngineError::UnknownContext(_)
         | EngineError::NonFiniteLogits { .. } => ServiceError::internal(text),

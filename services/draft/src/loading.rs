@@ -1,6 +1,6 @@
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint, TextTokenizer};
 use treespec_engine::{
-    CpuDrafter, DeviceChoice, Drafter, DrafterOptions, EngineError, LoadProgress,
+    CpuDrafter, CpuOptions, DeviceChoice, Drafter, DrafterOptions, EngineError, LoadProgress,
 };
 use treespec_rpc::handshake::Fingerprint;
 use treespec_telemetry::{Announcer, LoadReporter};
@@ -26,7 +26,11 @@ pub fn load(config: &Config, announcer: &Announcer) -> Result<LoadedDrafter, Err
     let tokenizer = TextTokenizer::open(&config.target)?;
     let fingerprint = Fingerprint::of(&drafter, &target, &tokenizer)?;
     let options = DrafterOptions {
-        threads: config.threads.map_or(0, usize::from),
+        cpu: CpuOptions {
+            threads: config.threads.map_or(0, usize::from),
+            isa: config.cpu_isa,
+            precision: config.cpu_precision,
+        },
         context_window: config.context_window,
         max_contexts: config.max_sequences,
         with_head: !config.no_head,
@@ -48,7 +52,7 @@ pub fn load(config: &Config, announcer: &Announcer) -> Result<LoadedDrafter, Err
     })
 }
 
-/// The drafter on `device`. Threads and instruction set of the options are the CPU's.
+/// The drafter on `device`. What the options say of the CPU is for that alone.
 ///
 /// # Errors
 /// [`EngineError::DeviceNotBuilt`] without the feature `cuda`, [`EngineError::Device`], or what is wrong with the

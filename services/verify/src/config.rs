@@ -1,7 +1,7 @@
 use std::{net::SocketAddr, path::PathBuf};
 
 use clap::{Args, ValueEnum};
-use treespec_engine::{DeviceChoice, EngineError, PrefillMode};
+use treespec_engine::{DeviceChoice, EngineError, Isa, Precision, PrefillMode};
 use treespec_rpc::proto::draft::v1 as pb;
 use treespec_tree::MAX_BUDGET;
 
@@ -99,6 +99,15 @@ pub struct Config {
         default_value_t = 0
     )]
     pub threads: usize,
+
+    /// Arithmetic of linear layers on a CPU: f32, or quantised (8-bit activations where the weights are quantised).
+    /// [default: quantised for a quantised file, f32 otherwise]
+    #[arg(long, env = "TREESPEC_CPU_PRECISION", value_name = "PRECISION")]
+    pub cpu_precision: Option<Precision>,
+
+    /// Instruction set of the CPU kernels, to compare them. [default: the best that the processor has]
+    #[arg(long, env = "TREESPEC_CPU_ISA", value_name = "ISA")]
+    pub cpu_isa: Option<Isa>,
 
     /// Token rows of the KV cache over all sequences.
     #[arg(

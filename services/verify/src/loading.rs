@@ -2,8 +2,8 @@
 
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint, TextTokenizer};
 use treespec_engine::{
-    Backend, Colocated, CpuDrafter, CpuTarget, DeviceChoice, DrafterOptions, EngineError,
-    LoadProgress, Speculator, TargetOptions, TargetSpec,
+    Backend, Colocated, CpuDrafter, CpuOptions, CpuTarget, DeviceChoice, DrafterOptions,
+    EngineError, LoadProgress, Speculator, TargetOptions, TargetSpec,
 };
 use treespec_rpc::handshake::Fingerprint;
 use treespec_telemetry::{Announcer, LoadReporter};
@@ -84,15 +84,19 @@ pub fn load(config: &Config, announcer: &Announcer) -> Result<LoadedTarget, Erro
     let mut progress = |progress: LoadProgress| {
         reporter.update(progress.done_bytes, progress.total_bytes);
     };
-    let options = TargetOptions {
+    let cpu = CpuOptions {
         threads: config.threads,
+        isa: config.cpu_isa,
+        precision: config.cpu_precision,
+    };
+    let options = TargetOptions {
+        cpu,
         kv_tokens: config.kv_tokens,
-        isa: None,
     };
     let mut model = match (config.draft_placement, &drafter) {
         (DraftPlacement::Local, Some(drafter)) => {
             let drafter_options = DrafterOptions {
-                threads: config.threads,
+                cpu,
                 context_window: config.feature_window,
                 max_contexts: config.drafter_contexts,
                 ..DrafterOptions::default()
@@ -123,8 +127,8 @@ pub fn load(config: &Config, announcer: &Announcer) -> Result<LoadedTarget, Erro
     })
 }
 
-/// The target on `device`. With a drafter's checkpoint it also computes that drafter's features. Threads and
-/// instruction set of the options are the CPU's.
+/// The target on `device`. With a drafter's checkpoint it also computes that drafter's features. What the options say of
+/// the CPU is for that alone.
 ///
 /// # Errors
 /// [`EngineError::DeviceNotBuilt`] without the feature `cuda`, [`EngineError::Device`], or what is wrong with the
@@ -180,9 +184,10 @@ pub fn load_speculator(
                 report(0, part);
             })?;
             let before = target.total_bytes();
-            let drafter = CpuDrafter::load(drafter, target, drafter_options, &mut |part| {
-                report(before, part);
-            })?;
+            let drafter =
+                CpuDrafter::load_beside(&loaded, drafter, target, drafter_options, &mut |part| {
+                    report(before, part);
+                })?;
             Ok(Box::new(Colocated::new(loaded, drafter)?))
         }
         #[cfg(feature = "cuda")]

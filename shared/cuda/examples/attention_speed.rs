@@ -147,6 +147,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                             RowShape::tree(&draft, &ancestors)
                         },
                         head: &head,
+                        sampling: None,
                         features: false,
                     };
                     let batch = RowBatch {

@@ -118,6 +118,7 @@ fn forward(target: &mut CudaTarget, table: &BlockTable, rows: usize) -> Result<(
             tokens: &tokens,
             shape: RowShape::Chain,
             head: &head,
+            sampling: None,
             features: false,
         }],
     })?;

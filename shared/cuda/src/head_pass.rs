@@ -207,6 +207,7 @@ impl HeadPass {
                     .map(|(&token, &score)| ScoredToken { token, score })
                     .collect(),
                 gathered: request.gather.map(|_| gathered[row]),
+                chosen: None,
             }
         });
         let rows: Vec<HeadRow> = rows.collect();

@@ -159,7 +159,7 @@ impl CudaSpeculator {
             speculated.push(Speculated {
                 tree,
                 verified: VerifiedTree {
-                    head: heads.of(sequence, &walked),
+                    head: heads.of(sequence, &walked, steps[sequence].is_sampled()),
                     features: Vec::new(),
                     acceptance: Acceptance {
                         path: walked.path,

@@ -450,6 +450,11 @@ impl Backend for CudaTarget {
                     "features of a target that was loaded without a drafter".into(),
                 ));
             }
+            if sequence.sampled().is_some() {
+                return Err(EngineError::InvalidBatch(
+                    "a forward on a GPU chooses the best token only: sample with a step".into(),
+                ));
+            }
         }
         let mut outputs = vec![ForwardOutput::default(); batch.sequences.len()];
         for group in forward_groups(&batch.sequences, core.most_forward_rows())? {

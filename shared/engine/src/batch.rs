@@ -1,5 +1,6 @@
 //! The ragged batch: rows of several sequences that go through the target in one forward.
 
+use treespec_sampling::SamplingParams;
 use treespec_tree::{AncestorSets, TokenTree};
 
 use crate::{BlockTable, EngineError};
@@ -51,6 +52,9 @@ pub struct SequenceRows<'a> {
     pub shape: RowShape<'a>,
     /// One entry per row; `None` skips the head for that row.
     pub head: &'a [Option<HeadRequest>],
+    /// How the rows that ask for the head choose the token behind them, see [`crate::HeadRow::chosen`]; `None` and greedy
+    /// parameters choose nothing.
+    pub sampling: Option<&'a SamplingParams>,
     /// Whether to return the drafter's context features of every row.
     pub features: bool,
 }
@@ -70,6 +74,11 @@ impl SequenceRows<'_> {
                 RowShape::Chain => row,
                 RowShape::Tree { depths, .. } => depths[row] as usize,
             }
+    }
+
+    /// The parameters by which a row that asks for the head chooses a token; `None` when the best is all that is asked for.
+    pub fn sampled(&self) -> Option<&SamplingParams> {
+        self.sampling.filter(|params| !params.is_greedy())
     }
 
     /// Checks everything that a forward relies on, so that no backend has to.

@@ -81,6 +81,7 @@ mod tests {
                 })
                 .collect(),
             gathered: None,
+            chosen: None,
         };
         let rows: Vec<HeadRow> = (0..15).map(row).collect();
         for budget in 1..=20 {

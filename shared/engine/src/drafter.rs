@@ -130,6 +130,33 @@ pub trait Drafter: Send {
     /// [`EngineError::UnknownContext`], [`EngineError::UnknownToken`] or [`EngineError::ContextOverflow`].
     fn block_hidden(&mut self, blocks: &[BlockRequest]) -> Result<Vec<f32>, EngineError>;
 
+    /// Likewise for slots `1..=slots[i]` of block `i` only, `[sum(slots), hidden_size]`. A drafter can save the work of
+    /// the others in its last layer.
+    ///
+    /// # Errors
+    /// As [`Self::block_hidden`].
+    fn first_slots(
+        &mut self,
+        blocks: &[BlockRequest],
+        slots: &[usize],
+    ) -> Result<Vec<f32>, EngineError> {
+        let width = self.spec().hidden_size;
+        let block_values = self.spec().block_size.saturating_sub(1) * width;
+        let hidden = self.block_hidden(blocks)?;
+        if block_values == 0 || hidden.len() != blocks.len() * block_values {
+            return Err(EngineError::InvalidBatch(format!(
+                "the drafter returned {} values for {} blocks of {block_values}",
+                hidden.len(),
+                blocks.len()
+            )));
+        }
+        let mut first = Vec::with_capacity(slots.iter().sum::<usize>() * width);
+        for (block, &slots) in hidden.chunks_exact(block_values).zip(slots) {
+            first.extend_from_slice(&block[..(slots * width).min(block_values)]);
+        }
+        Ok(first)
+    }
+
     /// The k best tokens and the log-normaliser of each row of `hidden`, `[n, hidden_size]`, by the target's head.
     ///
     /// # Errors
@@ -152,29 +179,23 @@ fn draft_by_block<D: Drafter + ?Sized>(
 ) -> Result<Vec<Drafted>, EngineError> {
     let started = Instant::now();
     let blocks: Vec<BlockRequest> = requests.iter().map(|request| request.block).collect();
-    let hidden = drafter.block_hidden(&blocks)?;
+    let spec = drafter.spec();
+    let (block_size, vocab_size) = (spec.block_size, spec.vocab_size);
+    let slots: Vec<usize> = requests
+        .iter()
+        .map(|request| request.shape.depths(block_size))
+        .collect();
+    let hidden = drafter.first_slots(&blocks, &slots)?;
     let forward = started.elapsed();
 
     let started = Instant::now();
-    let spec = drafter.spec();
-    let (block_size, hidden_size, vocab_size) =
-        (spec.block_size, spec.hidden_size, spec.vocab_size);
-    let width = block_size.saturating_sub(1) * hidden_size;
-    if width == 0 || hidden.len() != requests.len() * width {
-        return Err(EngineError::InvalidBatch(format!(
-            "the drafter returned {} values for {} blocks of {width}",
-            hidden.len(),
-            requests.len()
-        )));
-    }
-    let mut needed = Vec::with_capacity(hidden.len());
-    let mut candidates = 0;
-    for (request, block) in requests.iter().zip(hidden.chunks_exact(width)) {
-        needed.extend_from_slice(&block[..request.shape.depths(block_size) * hidden_size]);
-        // A builder reads no further than its budget, so the widest request serves all.
-        candidates = candidates.max(request.shape.candidates_per_depth(vocab_size));
-    }
-    let mut rows = drafter.head_topk(&needed, candidates)?.into_iter();
+    // A builder reads no further than its budget, so the widest request serves all.
+    let candidates = requests
+        .iter()
+        .map(|request| request.shape.candidates_per_depth(vocab_size))
+        .max()
+        .unwrap_or(0);
+    let mut rows = drafter.head_topk(&hidden, candidates)?.into_iter();
     let head = started.elapsed();
 
     let drafts = requests.iter().map(|request| {
@@ -221,6 +242,14 @@ impl<D: Drafter + ?Sized> Drafter for Box<D> {
 
     fn block_hidden(&mut self, blocks: &[BlockRequest]) -> Result<Vec<f32>, EngineError> {
         (**self).block_hidden(blocks)
+    }
+
+    fn first_slots(
+        &mut self,
+        blocks: &[BlockRequest],
+        slots: &[usize],
+    ) -> Result<Vec<f32>, EngineError> {
+        (**self).first_slots(blocks, slots)
     }
 
     fn head_topk(&mut self, hidden: &[f32], k: usize) -> Result<Vec<HeadRow>, EngineError> {

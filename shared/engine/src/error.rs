@@ -1,6 +1,6 @@
 use treespec_checkpoint::CheckpointError;
 
-use crate::DeviceChoice;
+use crate::{DeviceChoice, Isa};
 
 /// What can go wrong in a model. Messages are one line and name the value at fault.
 #[derive(Debug, thiserror::Error)]
@@ -38,6 +38,14 @@ pub enum EngineError {
     /// The operating system refuses a thread.
     #[error("cannot start a thread of the forward: {0}")]
     Thread(String),
+    /// An instruction set was asked for that this processor lacks.
+    #[error(
+        "this processor has no {0} instructions: leave the choice to the program, or name one that it has"
+    )]
+    UnavailableIsa(Isa),
+    /// The operating system refuses memory for the weights.
+    #[error("no memory for the packed weights: {0}")]
+    WeightMemory(std::io::Error),
     /// No free KV blocks.
     #[error("the KV cache has {free} free blocks of {wanted} wanted")]
     OutOfBlocks {

@@ -20,6 +20,8 @@ pub struct HeadRow {
     pub top: Vec<ScoredToken>,
     /// Logit of the token that the request named.
     pub gathered: Option<f32>,
+    /// The token for the position behind the row's, scored by unprocessed logit, where the row is sampled.
+    pub chosen: Option<ScoredToken>,
 }
 
 impl HeadRow {

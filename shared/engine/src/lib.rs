@@ -26,7 +26,10 @@ pub mod verification;
 
 pub use backend::{Backend, ForwardOutput, LoadProgress, TargetSpec};
 pub use batch::{HeadRequest, RowBatch, RowShape, SequenceRows};
-pub use cpu::{CpuDrafter, CpuTarget, DrafterOptions, TargetOptions};
+pub use cpu::{
+    CpuDrafter, CpuOptions, CpuTarget, DrafterOptions, Isa, Precision, TargetOptions, UnknownIsa,
+    UnknownPrecision,
+};
 pub use device::{DeviceChoice, UnknownDevice};
 pub use draft_contexts::{DraftContext, DraftContexts};
 pub use draft_tree::{DraftShape, build_draft};

@@ -32,6 +32,13 @@ pub struct SpeculativeStep<'a> {
     pub sampling: Option<&'a SamplingParams>,
 }
 
+impl SpeculativeStep<'_> {
+    /// True when its nodes do not simply take the best token.
+    pub fn is_sampled(&self) -> bool {
+        self.sampling.is_some_and(|params| !params.is_greedy())
+    }
+}
+
 /// What a step did. Times are those of the whole pass: that is how long each of its sequences waited.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Speculated {

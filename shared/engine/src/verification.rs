@@ -23,7 +23,7 @@ pub struct TreeRows<'a> {
     pub tree: &'a TokenTree,
     /// What every node wants from the head; at least one best token.
     pub head: HeadRequest,
-    /// How every node chooses its token; `None` takes the best. The first device that samples is the GPU.
+    /// How every node chooses the token behind it; `None` takes the best.
     pub sampling: Option<&'a SamplingParams>,
     /// Whether to return the drafter's context features of the accepted rows.
     pub features: bool,
@@ -101,11 +101,6 @@ pub fn step_by_forward<B: Backend + ?Sized>(
     backend: &mut B,
     batch: &StepBatch<'_>,
 ) -> Result<StepOutput, EngineError> {
-    if batch.trees.iter().any(TreeRows::is_sampled) {
-        return Err(EngineError::InvalidBatch(
-            "this device chooses the best token only: use temperature 0".into(),
-        ));
-    }
     let started = Instant::now();
     let prepared: Vec<PreparedTree> = batch.trees.iter().map(PreparedTree::new).collect();
     let trees = batch.trees.iter().zip(&prepared);
@@ -165,9 +160,23 @@ impl PreparedTree {
                 None => RowShape::Chain,
             },
             head: &self.head,
+            sampling: rows.sampling,
             features: rows.features,
         }
     }
+}
+
+/// What the target chose behind node `row`.
+fn choice(rows: &TreeRows<'_>, head: &HeadRow, row: usize) -> Result<u32, EngineError> {
+    if !rows.is_sampled() {
+        return greedy(&head.top).ok_or(EngineError::NonFiniteLogits { row });
+    }
+    let chosen = head.chosen.ok_or_else(|| {
+        EngineError::InvalidBatch(
+            "this device chooses the best token only: use temperature 0".into(),
+        )
+    })?;
+    Ok(chosen.token)
 }
 
 /// Chooses at every node, walks down while the target's choice is a child, and keeps that path in the cache.
@@ -187,7 +196,7 @@ fn accept<B: Backend + ?Sized>(
         .head
         .iter()
         .enumerate()
-        .map(|(row, head)| greedy(&head.top).ok_or(EngineError::NonFiniteLogits { row }))
+        .map(|(row, head)| choice(rows, head, row))
         .collect::<Result<Vec<u32>, _>>()?;
     let acceptance = walk(rows.tree, |node| choices[node]);
     backend.compact(rows.table, rows.committed, &acceptance.path)?;

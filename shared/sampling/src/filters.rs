@@ -1,7 +1,13 @@
 //! Top-k, top-p and min-p as one limit on how far below the best a token may be.
 
+use std::ops::RangeInclusive;
+
 use crate::SamplingParams;
-use crate::arithmetic::{ln, mass};
+use crate::arithmetic::{self, ln, mass};
+use crate::blocks::{BLOCK, GROUP, kth_largest};
+
+/// Of distances.
+const DISTANCES_PER_NAT: f32 = 134_217_728.0;
 
 /// The limit that keeps every token.
 pub const KEEP_ALL: u32 = u32::MAX;
@@ -10,8 +16,9 @@ pub const KEEP_ALL: u32 = u32::MAX;
 ///
 /// Tokens of equal distance are equally probable to the filters, and kept or dropped together. From 32 nats on all are
 /// equally far: noise spans 26.1, so none of those can be chosen.
+#[inline(always)]
 pub fn distance(scaled: f32) -> u32 {
-    (-scaled * 134_217_728.0).min(4_294_967_040.0) as u32
+    (-scaled * DISTANCES_PER_NAT).min(FURTHEST as f32) as u32
 }
 
 /// Logits on the scale of the choice: relative to the best, so that small temperatures keep their precision and cannot
@@ -22,8 +29,59 @@ pub(crate) struct Scale {
     pub(crate) temperature: f32,
 }
 
+/// The smallest distance of those that are all alike to the filters.
+const FURTHEST: u32 = 4_294_967_040;
+/// In nats, more than all roundings on the way from a logit to its distance.
+const ROUNDINGS: f32 = 0.01;
+
 impl Scale {
+    /// No logit below this is at `distance` or nearer. Some above it may be further.
+    #[inline(always)]
+    pub(crate) fn floor(&self, distance: u32) -> f32 {
+        if distance >= FURTHEST {
+            return f32::NEG_INFINITY;
+        }
+        self.best - (distance as f32 / DISTANCES_PER_NAT + ROUNDINGS) * self.temperature
+    }
+
+    /// No logit above this is at `distance` or further. Some below it may be nearer.
+    #[inline(always)]
+    fn ceiling(&self, distance: u32) -> f32 {
+        self.best - (distance as f32 / DISTANCES_PER_NAT - ROUNDINGS) * self.temperature
+    }
+
+    /// [`Scale::apply`] for loops: what can never be chosen is NaN or minus infinity, and has no mass.
+    #[inline(always)]
+    fn of(&self, logit: f32) -> f32 {
+        if logit == self.best {
+            0.0
+        } else {
+            (logit - self.best) / self.temperature
+        }
+    }
+
+    /// Distance and mass of the tokens at these distances.
+    #[inline(always)]
+    fn tokens(
+        self,
+        logits: &[f32],
+        distances: RangeInclusive<u32>,
+    ) -> impl Iterator<Item = (u32, u64)> {
+        let floor = self.floor(*distances.end());
+        let ceiling = self.ceiling(*distances.start());
+        // A bound that is NaN, at an infinite best, holds nothing back.
+        let near = move |logit: f32| !((logit < floor) | (logit > ceiling));
+        logits
+            .chunks(GROUP)
+            .filter(move |group| group.iter().fold(false, |any, &l| any | near(l)))
+            .flat_map(move |group| group.iter().filter(move |&&l| near(l)))
+            .filter_map(move |&logit| self.apply(logit))
+            .map(|scaled| (distance(scaled), mass(scaled)))
+            .filter(move |token| distances.contains(&token.0))
+    }
+
     /// `None` for logits that can never be chosen: NaN and minus infinity.
+    #[inline(always)]
     pub(crate) fn apply(&self, logit: f32) -> Option<f32> {
         if logit == self.best {
             // Not `best - best`: that is NaN when a bias made the best infinite.
@@ -70,58 +128,132 @@ impl Filters {
     /// * min-p keeps it when its probability is at least the share of the best one's.
     ///
     /// The best token always passes.
+    #[inline(always)]
     pub(crate) fn limit(&self, processed: &[f32], scale: Scale) -> u32 {
-        let scaled = || processed.iter().filter_map(|&logit| scale.apply(logit));
         let mut limit = KEEP_ALL;
-        if self.top_k > 0 {
-            let mut distances: Vec<u32> = scaled().map(distance).collect();
-            let k = self.top_k as usize;
-            if k < distances.len() {
-                limit = *distances.select_nth_unstable(k - 1).1;
-            }
+        if self.top_k > 0
+            && let Some(logit) = kth_largest(processed, self.top_k as usize)
+            && let Some(scaled) = scale.apply(logit)
+        {
+            limit = distance(scaled);
         }
         if self.top_p > 0 {
-            let kept = || {
-                let masses = scaled().map(|x| (distance(x), mass(x)));
-                masses.filter(|&(distance, _)| distance <= limit)
-            };
-            limit = limit.min(nucleus(kept, self.top_p));
+            limit = limit.min(self.nucleus(processed, scale, limit));
         }
         limit.min(self.min_p)
     }
+
+    /// Where the nucleus of the tokens within `limit` ends.
+    #[inline(always)]
+    fn nucleus(&self, processed: &[f32], scale: Scale, limit: u32) -> u32 {
+        // Most of the vocabulary is far away and most nuclei are near: counting out the nearest usually is enough.
+        let counted = 8 * RANGES_PER_NAT;
+        let masses = Masses::of(processed, scale, limit, counted);
+        let target = self.share(masses.total);
+        let border = match masses.border(target, counted) {
+            Some(border) => border,
+            // No closure, which would be compiled without the caller's instruction set.
+            None => Masses::of(processed, scale, limit, RANGES)
+                .border(target, RANGES)
+                .expect("invariant: all tokens have a share of their mass"),
+        };
+        let first = (border.range as u32) << RANGE_BITS;
+        let last = limit.min(first | ((1 << RANGE_BITS) - 1));
+        border.end(scale.tokens(processed, first..=last).collect())
+    }
+
+    /// The mass that the nucleus of tokens of mass `total` has at least.
+    fn share(&self, total: u64) -> u64 {
+        // Rounded up: integers below the exact product are those below its ceiling.
+        let share = u128::from(total) * u128::from(self.top_p);
+        share.div_ceil(1 << 32) as u64
+    }
 }
 
-/// The largest distance whose nearer tokens have less than the share `top_p` (units of 2^-32) of the mass.
-///
-/// The mass is first collected by 256 ranges of distance, so that only one range is sorted.
-fn nucleus<I: Iterator<Item = (u32, u64)>>(tokens: impl Fn() -> I, top_p: u32) -> u32 {
-    let range = |distance: u32| (distance >> 24) as usize;
-    let mut ranges = [0u64; 256];
-    tokens().for_each(|(distance, mass)| ranges[range(distance)] += mass);
-    let total: u64 = ranges.iter().sum();
-    // Rounded up: integers below the exact product are those below its ceiling.
-    let share = u128::from(total) * u128::from(top_p);
-    let target = share.div_ceil(1 << 32) as u64;
-    let mut before = 0;
-    let mut border = 0;
-    for (index, mass) in ranges.iter().enumerate() {
-        if before + mass >= target {
-            border = index;
-            break;
+/// Ranges of distance whose masses are collected, so that only the tokens of one are sorted.
+const RANGES: usize = 256;
+const RANGE_BITS: u32 = 24;
+const RANGES_PER_NAT: usize = 8;
+
+/// Masses by range of distance.
+struct Masses {
+    ranges: [u64; RANGES],
+    total: u64,
+}
+
+impl Masses {
+    /// Of the tokens within `limit`. Only the `counted` nearest ranges have all of theirs; the total is of all.
+    #[inline(always)]
+    fn of(logits: &[f32], scale: Scale, limit: u32, counted: usize) -> Self {
+        let mut masses = Self {
+            ranges: [0; RANGES],
+            total: 0,
+        };
+        if limit < KEEP_ALL {
+            for (distance, mass) in scale.tokens(logits, 0..=limit) {
+                masses.ranges[(distance >> RANGE_BITS) as usize] += mass;
+                masses.total += mass;
+            }
+            return masses;
         }
-        before += mass;
-    }
-    let mut inside: Vec<(u32, u64)> = tokens().filter(|t| range(t.0) == border).collect();
-    inside.sort_unstable();
-    let mut limit = 0;
-    for run in inside.chunk_by(|a, b| a.0 == b.0) {
-        if before >= target {
-            break;
+        // Everything that is the same for all tokens goes over a block at a time, in vectors.
+        let floor = scale.floor(((counted << RANGE_BITS) - 1) as u32);
+        for logits in logits.chunks(BLOCK) {
+            let mut of_block = [0; BLOCK];
+            for (mass, &logit) in of_block.iter_mut().zip(logits) {
+                *mass = arithmetic::mass(scale.of(logit));
+            }
+            masses.total += of_block.iter().sum::<u64>();
+            for (logits, of_group) in logits.chunks(GROUP).zip(of_block.chunks(GROUP)) {
+                if logits.iter().fold(true, |far, &l| far & (l < floor)) {
+                    continue;
+                }
+                for (&logit, mass) in logits.iter().zip(of_group) {
+                    // The distance in whole ranges: scaling by a power of two rounds nothing.
+                    let range = (scale.of(logit) * -(RANGES_PER_NAT as f32)).min(255.0);
+                    masses.ranges[range as usize & (RANGES - 1)] += mass;
+                }
+            }
         }
-        limit = run[0].0;
-        before += run.iter().map(|token| token.1).sum::<u64>();
+        masses
     }
-    limit
+
+    /// Where the mass of the nearer tokens reaches `target`; `None` when that is not in the `counted` nearest ranges.
+    fn border(&self, target: u64, counted: usize) -> Option<Border> {
+        let mut before = 0;
+        for (range, mass) in self.ranges[..counted].iter().enumerate() {
+            if before + mass >= target {
+                let mass = target - before;
+                return Some(Border { range, mass });
+            }
+            before += mass;
+        }
+        None
+    }
+}
+
+/// The range that a nucleus ends in.
+struct Border {
+    range: usize,
+    /// What the nucleus lacks without the tokens of this range.
+    mass: u64,
+}
+
+impl Border {
+    /// The largest distance whose nearer tokens have less than the mass, from distances and masses of the range's tokens.
+    fn end(&self, mut tokens: Vec<(u32, u64)>) -> u32 {
+        tokens.sort_unstable();
+        let mut limit = 0;
+        let mut before = 0;
+        for run in tokens.chunk_by(|a, b| a.0 == b.0) {
+            if before >= self.mass {
+                break;
+            }
+            limit = run[0].0;
+            before += run.iter().map(|token| token.1).sum::<u64>();
+        }
+        limit
+    }
 }
 
 #[cfg(test)]
@@ -182,13 +314,37 @@ mod tests {
 
     #[test]
     fn a_share_that_is_met_exactly_ends_the_nucleus() {
-        let tokens = || [(0, 4u64), (5, 2), (9, 1), (9, 1)].into_iter();
+        let tokens = [(0, 4u64), (5, 2), (9, 1), (9, 1)];
         let half = 1 << 31;
-        assert_eq!(nucleus(tokens, half), 0);
-        assert_eq!(nucleus(tokens, half + 1), 5);
-        assert_eq!(nucleus(tokens, half + half / 2), 5);
-        assert_eq!(nucleus(tokens, half + half / 2 + 1), 9);
-        assert_eq!(nucleus(tokens, u32::MAX), 9);
+        let end = |top_p: u32| {
+            let filters = Filters {
+                top_p,
+                ..filters(None, 1.0, 0.0)
+            };
+            let mut masses = Masses {
+                ranges: [0; RANGES],
+                total: 8,
+            };
+            masses.ranges[0] = masses.total;
+            let border = masses.border(filters.share(masses.total), 1);
+            border.unwrap().end(tokens.to_vec())
+        };
+        assert_eq!(end(half), 0);
+        assert_eq!(end(half + 1), 5);
+        assert_eq!(end(half + half / 2), 5);
+        assert_eq!(end(half + half / 2 + 1), 9);
+        assert_eq!(end(u32::MAX), 9);
+    }
+
+    /// A range that holds tokens beyond what was counted must not end a nucleus.
+    #[test]
+    fn a_border_is_looked_for_in_ranges_that_are_whole() {
+        let masses = Masses {
+            ranges: [1; RANGES],
+            total: 256,
+        };
+        assert!(masses.border(64, 63).is_none());
+        assert_eq!(masses.border(64, 64).unwrap().range, 63);
     }
 
     #[test]
@@ -207,6 +363,28 @@ mod tests {
         assert_eq!(kept(filters(None, 1.0, 0.19), &logits, 1.0), [0, 1]);
         assert_eq!(kept(filters(None, 1.0, 0.21), &logits, 1.0), [0]);
         assert_eq!(kept(filters(None, 1.0, 0.09), &logits, 1.0), [0, 1, 2]);
+    }
+
+    /// Thousands of tokens that hardly matter alone, beyond the ranges that are counted first.
+    #[test]
+    fn a_nucleus_may_end_far_away() {
+        let far = 5_000;
+        let logits: Vec<f32> = std::iter::once(0.0)
+            .chain((0..far).map(|token| -9.0 - token as f32 / 1_000.0))
+            .collect();
+        let total: f64 = logits.iter().map(|&x| f64::from(x).exp()).sum();
+        for top_p in [0.9f32, 0.95, 0.999] {
+            let mut mass = 0.0;
+            let enough = |&x: &f32| {
+                mass += f64::from(x).exp();
+                mass >= f64::from(top_p) * total
+            };
+            let expected = logits.iter().position(enough).unwrap() + 1;
+            assert!(expected > 1, "{top_p}");
+            let kept = kept(filters(None, top_p, 0.0), &logits, 1.0);
+            assert!(kept.len().abs_diff(expected) <= 1, "{top_p}");
+            assert!(kept.iter().copied().eq(0..kept.len()), "{top_p}");
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@
 //! Pure: no I/O, no tensors, no async.
 
 mod arithmetic;
+mod blocks;
 mod constraints;
 mod filters;
 mod greedy;

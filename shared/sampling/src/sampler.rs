@@ -1,5 +1,6 @@
 //! From logits to a token.
 
+use crate::blocks::{BLOCK, GROUP, largest};
 use crate::constraints::{LogitBias, TokenMask};
 use crate::filters::{Filters, Scale, distance};
 use crate::noise::{NOISE_LIMIT, gumbel_of_word, noise_bound, random_words};
@@ -66,6 +67,10 @@ pub struct Choice {
 ///
 /// Bias, bans and penalties are applied to `logits` in place. NaN and minus infinity are never chosen; `None` when
 /// nothing else is there or nothing is allowed. Ties go to the lower id.
+///
+/// Inlined, with all that goes over the vocabulary, so that a caller which is compiled for an instruction set gets loops for
+/// it. They do the same operations in every one.
+#[inline(always)]
 pub fn sample(logits: &mut [f32], processors: &Processors<'_>, position: u32) -> Option<Choice> {
     let originals = process(logits, processors);
     let allowed = |token: u32| {
@@ -136,6 +141,7 @@ fn most_probable(logits: &[f32], allowed: impl Fn(u32) -> bool) -> Option<u32> {
 ///
 /// Most tokens need no logarithm and many not even random words: noise is bounded, so only tokens near the best sum so
 /// far can win. The bounds are above the exact values, so the outcome is that of trying them all.
+#[inline(always)]
 fn perturbed(
     logits: &[f32],
     params: &SamplingParams,
@@ -143,7 +149,7 @@ fn perturbed(
     allowed: impl Fn(u32) -> bool,
 ) -> Option<u32> {
     let seed = params.seed.unwrap_or(0);
-    let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let best = largest(logits);
     if best == f32::NEG_INFINITY {
         return None;
     }
@@ -152,36 +158,58 @@ fn perturbed(
         temperature: params.temperature,
     };
     let limit = Filters::new(params).limit(logits, scale);
+    let floor = scale.floor(limit);
     // A little less than 1 / temperature brings negative numbers nearer to 0 than the exact quotients.
     let bound_scale = (1.0 - 1.0 / 1_048_576.0) / params.temperature;
+    // NaN, when the best is infinite or the temperature tiny, passes all bounds.
+    let reach = |logit: f32| (logit - best) * bound_scale;
+    let hopeless = |logit: f32, word: u32, top: f32| {
+        (logit < floor) | (reach(logit) + noise_bound(word) < top)
+    };
     let mut winner: Option<u32> = None;
     let mut top = f32::NEG_INFINITY;
-    for (quad, four) in (0u32..).zip(logits.chunks(4)) {
-        // NaN, when the best is infinite or the temperature tiny, passes all bounds.
-        let reach = |logit: f32| (logit - best) * bound_scale;
-        let nearest = reach(four.iter().copied().fold(f32::NEG_INFINITY, f32::max));
-        if nearest + NOISE_LIMIT < top {
+    for (first, logits) in (0u32..).step_by(BLOCK).zip(logits.chunks(BLOCK)) {
+        let nearest = largest(logits);
+        if nearest < floor || reach(nearest) + NOISE_LIMIT < top {
             continue;
         }
-        let words = random_words(seed, position, quad);
-        for ((token, &logit), word) in (4 * quad..).zip(four).zip(words) {
-            if reach(logit) + noise_bound(word) < top {
+        let words = block_words(seed, position, first / 4);
+        let groups = logits.chunks(GROUP).zip(words.chunks(GROUP));
+        for (first, (logits, words)) in (first..).step_by(GROUP).zip(groups) {
+            let pairs = logits.iter().zip(words);
+            let all_are = |all: bool, (&logit, &word)| all & hopeless(logit, word, top);
+            if pairs.clone().fold(true, all_are) {
                 continue;
             }
-            let Some(scaled) = scale.apply(logit) else {
-                continue;
-            };
-            if (limit < KEEP_ALL && distance(scaled) > limit) || !allowed(token) {
-                continue;
-            }
-            let score = scaled + gumbel_of_word(word);
-            if score > top {
-                top = score;
-                winner = Some(token);
+            for (token, (&logit, &word)) in (first..).zip(pairs) {
+                if hopeless(logit, word, top) {
+                    continue;
+                }
+                let Some(scaled) = scale.apply(logit) else {
+                    continue;
+                };
+                if (limit < KEEP_ALL && distance(scaled) > limit) || !allowed(token) {
+                    continue;
+                }
+                let score = scaled + gumbel_of_word(word);
+                if score > top {
+                    top = score;
+                    winner = Some(token);
+                }
             }
         }
     }
     winner
+}
+
+/// The random words of a block of tokens, in the order of their ids.
+#[inline(always)]
+fn block_words(seed: u64, position: u32, first_quad: u32) -> [u32; BLOCK] {
+    let mut words = [0; BLOCK];
+    for (quad, four) in (first_quad..).zip(words.chunks_exact_mut(4)) {
+        four.copy_from_slice(&random_words(seed, position, quad));
+    }
+    words
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use tonic::transport::Channel;
-use treespec_engine::{DeviceChoice, PrefillMode};
+use treespec_engine::{DeviceChoice, Precision, PrefillMode};
 use treespec_rpc::proto::verify::v1::verify_service_client::VerifyServiceClient;
 use treespec_rpc::transport;
 
@@ -41,6 +41,7 @@ pub struct ClusterBuilder {
     more_draft_endpoints: Vec<String>,
     kv_tokens: usize,
     max_sequences: usize,
+    precision: Precision,
 }
 
 impl Cluster {
@@ -57,6 +58,7 @@ impl Cluster {
             more_draft_endpoints: Vec::new(),
             kv_tokens: 4_096,
             max_sequences: 8,
+            precision: Precision::F32,
         }
     }
 
@@ -127,6 +129,12 @@ impl ClusterBuilder {
         self
     }
 
+    /// Arithmetic of both models: f32 unless told otherwise, as references want it.
+    pub fn precision(mut self, precision: Precision) -> Self {
+        self.precision = precision;
+        self
+    }
+
     /// Configuration of a verifier of this cluster.
     pub fn verify_config(&self) -> treespec_verify::Config {
         treespec_verify::Config {
@@ -137,6 +145,8 @@ impl ClusterBuilder {
             draft_placement: self.draft_placement,
             drafter_contexts: self.max_sequences,
             threads: THREADS,
+            cpu_precision: Some(self.precision),
+            cpu_isa: None,
             kv_tokens: self.kv_tokens,
             prefill_chunk: Some(PREFILL_CHUNK),
             prefill: PrefillMode::Exact,
@@ -158,6 +168,8 @@ impl ClusterBuilder {
             drafter,
             target: self.target.clone(),
             threads: NonZeroUsize::new(THREADS),
+            cpu_precision: Some(self.precision),
+            cpu_isa: None,
             device: DeviceChoice::Cpu,
             context_window: 2_048,
             max_sequences: self.max_sequences,

@@ -33,7 +33,7 @@ pub use ask::{Ask, Mode};
 pub use client::Client;
 pub use cluster::{Cluster, ClusterBuilder};
 pub use logs::Logs;
-pub use models::{default_drafter, default_target};
+pub use models::{default_drafter, default_target, is_there};
 pub use raw::{Path, call_with_bytes};
 pub use service::{Launched, Service};
 pub use treespec_verify::TopkPlacement;

@@ -21,3 +21,18 @@ fn repository(path: &str) -> PathBuf {
         .join("../..")
         .join(path)
 }
+
+/// False, with the reason printed, when the target has not been fetched. CI allows no skips.
+///
+/// # Panics
+/// When it is missing under CI.
+#[expect(clippy::print_stderr, reason = "a skipped test says so")]
+pub fn is_there(target: &Path) -> bool {
+    if target.exists() {
+        return true;
+    }
+    let reason = format!("{} is missing: make models fetches it", target.display());
+    assert!(std::env::var("CI").as_deref() != Ok("true"), "{reason}");
+    eprintln!("skipped: {reason}");
+    false
+}

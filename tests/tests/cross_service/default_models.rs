@@ -1,8 +1,9 @@
 //! The short form of the 32-prompt reference, with the default models.
 
 use futures_util::future::join_all;
+use treespec_engine::Precision;
 use treespec_testkit::{
-    Ask, Client, Cluster, Mode, TopkPlacement, default_drafter, default_target,
+    Ask, Client, Cluster, Mode, TopkPlacement, default_drafter, default_target, is_there,
 };
 use treespec_tests::{DefaultModelsReference, ReferenceAnswer, fixture, read_json};
 
@@ -34,21 +35,53 @@ async fn the_default_models_answer_like_the_reference_with_the_top_k_pass_at_the
     check(TopkPlacement::Verify, &modes).await;
 }
 
-/// False, with the reason printed, when the target has not been fetched. CI allows no skips.
-#[expect(clippy::print_stderr, reason = "a skipped test says so")]
-fn target_is_there() -> bool {
-    let target = default_target();
-    if target.exists() {
-        return true;
+/// The default arithmetic for quantised weights: other answers than in f32, but the same in every mode.
+#[tokio::test]
+async fn in_integers_every_mode_answers_alike() {
+    if !is_there(&default_target()) {
+        return;
     }
-    let reason = format!("{} is missing: make models fetches it", target.display());
-    assert!(std::env::var("CI").as_deref() != Ok("true"), "{reason}");
-    eprintln!("skipped: {reason}");
-    false
+    let mut reference: DefaultModelsReference = read_json(&fixture("eval32_f32.json"));
+    reference.prompts.truncate(PROMPTS);
+    let cluster = Cluster::builder(default_target())
+        .drafter(default_drafter())
+        .precision(Precision::Quantised)
+        .kv_tokens(1_024)
+        .max_sequences(PROMPTS)
+        .start()
+        .await;
+    let client = cluster.client();
+    let answers = async |mode| {
+        let ask =
+            |prompt: &ReferenceAnswer| Ask::user(&prompt.prompt).mode(mode).max_tokens(TOKENS);
+        let answers = reference
+            .prompts
+            .iter()
+            .map(|prompt| client.generate(ask(prompt)));
+        join_all(answers)
+            .await
+            .into_iter()
+            .map(Result::unwrap)
+            .collect::<Vec<_>>()
+    };
+    let plain = answers(Mode::Ar).await;
+    for mode in [Mode::Chain, Mode::Tree(8), Mode::Tree(32)] {
+        let (mut tokens, mut steps) = (0, 0);
+        for (plain, answer) in plain.iter().zip(answers(mode).await) {
+            assert_eq!(answer.token_ids, plain.token_ids, "{mode}");
+            tokens += answer.token_ids.len();
+            steps += answer.stats.steps;
+        }
+        // The drafter works in integers, too, and is still a good one.
+        assert!(
+            tokens > 2 * steps as usize,
+            "{mode}: {tokens} tokens in {steps} steps"
+        );
+    }
 }
 
 async fn check(placement: TopkPlacement, modes: &[(Mode, Option<&str>)]) {
-    if !target_is_there() {
+    if !is_there(&default_target()) {
         return;
     }
     let mut reference: DefaultModelsReference = read_json(&fixture("eval32_f32.json"));

@@ -2,7 +2,8 @@
 
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
 use treespec_engine::{
-    Backend, BlockRequest, CpuDrafter, DraftShape, Drafter, DrafterOptions, RowShape, build_draft,
+    Backend, BlockRequest, CpuDrafter, CpuOptions, DraftShape, Drafter, DrafterOptions, RowShape,
+    build_draft,
 };
 use treespec_tests::{DENSE_CASES, DrafterExpected, case_json, case_path};
 use treespec_tree::walk;
@@ -32,7 +33,7 @@ fn check_drafter(case: &str, file: &str, expected: &DrafterExpected) {
     let width = target.backend.spec().feature_size.unwrap();
     let target_checkpoint = TargetCheckpoint::open(&case_path(case, "model")).unwrap();
     let options = DrafterOptions {
-        threads: 2,
+        cpu: CpuOptions::f32(2),
         ..DrafterOptions::default()
     };
     let mut drafter =
@@ -88,7 +89,7 @@ fn a_sliding_context_equals_a_fresh_one_of_the_same_rows() {
     let checkpoint = DrafterCheckpoint::open(&case_path(case, "drafter_fit")).unwrap();
     let target = TargetCheckpoint::open(&case_path(case, "model")).unwrap();
     let options = DrafterOptions {
-        threads: 2,
+        cpu: CpuOptions::f32(2),
         context_window: 40,
         max_contexts: 3,
         ..DrafterOptions::default()

@@ -2,8 +2,8 @@
 
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
 use treespec_engine::{
-    Backend, BlockPool, BlockTable, CpuTarget, ForwardOutput, HeadRequest, HeadRow, RowBatch,
-    RowShape, SequenceRows, TargetOptions,
+    Backend, BlockPool, BlockTable, CpuOptions, CpuTarget, ForwardOutput, HeadRequest, HeadRow,
+    RowBatch, RowShape, SequenceRows, TargetOptions,
 };
 use treespec_tests::case_path;
 use treespec_tree::TokenTree;
@@ -22,12 +22,17 @@ pub(crate) struct Target {
 impl Target {
     pub(crate) fn load(case: &str, drafter: Option<&DrafterCheckpoint>) -> Self {
         let checkpoint = TargetCheckpoint::open(&case_path(case, "model")).unwrap();
-        let options = TargetOptions {
-            threads: 2,
-            kv_tokens: 4_096,
-            isa: None,
-        };
-        let backend = CpuTarget::load(&checkpoint, drafter, &options, &mut |_| {}).unwrap();
+        Self::open(&checkpoint, drafter, CpuOptions::f32(2))
+    }
+
+    pub(crate) fn open(
+        checkpoint: &TargetCheckpoint,
+        drafter: Option<&DrafterCheckpoint>,
+        cpu: CpuOptions,
+    ) -> Self {
+        let kv_tokens = 4_096;
+        let options = TargetOptions { cpu, kv_tokens };
+        let backend = CpuTarget::load(checkpoint, drafter, &options, &mut |_| {}).unwrap();
         let pool = BlockPool::new(backend.spec().num_blocks);
         Self { backend, pool }
     }
@@ -54,6 +59,7 @@ impl Target {
             tokens,
             shape,
             head: &head,
+            sampling: None,
             features,
         }];
         self.backend

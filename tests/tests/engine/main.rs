@@ -5,6 +5,7 @@
 mod drafter_reference;
 mod harness;
 mod row_invariance;
+mod sampled_steps;
 mod steps;
 mod target_reference;
 mod tree_properties;

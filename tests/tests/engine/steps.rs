@@ -2,7 +2,7 @@
 
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
 use treespec_engine::{
-    Backend as _, BlockTable, Colocated, ContextId, CpuDrafter, CpuTarget, DraftShape,
+    Backend as _, BlockTable, Colocated, ContextId, CpuDrafter, CpuOptions, CpuTarget, DraftShape,
     Drafter as _, DrafterOptions, EngineError, HeadRequest, RowShape, Speculated, SpeculativeStep,
     Speculator as _, StepBatch, TreeRows,
 };
@@ -21,7 +21,7 @@ fn checkpoint() -> DrafterCheckpoint {
 fn drafter(checkpoint: &DrafterCheckpoint) -> CpuDrafter {
     let target = TargetCheckpoint::open(&case_path(CASE, "model")).unwrap();
     let options = DrafterOptions {
-        threads: 1,
+        cpu: CpuOptions::f32(1),
         ..DrafterOptions::default()
     };
     CpuDrafter::load(checkpoint, &target, &options, &mut |_| {}).unwrap()
@@ -195,6 +195,7 @@ fn a_step_takes_prompts_and_trees_together() {
             tokens: &other.prompt,
             shape: RowShape::Chain,
             head: &head,
+            sampling: None,
             features: false,
         }],
         trees: vec![TreeRows {

@@ -11,13 +11,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use indicatif::ProgressBar;
 use serde::Serialize;
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
-use treespec_engine::{
-    BLOCK_TOKENS, DeviceChoice, DraftShape, DrafterOptions, Speculator, TargetOptions,
-};
+use treespec_engine::{BLOCK_TOKENS, DraftShape, DrafterOptions, Speculator, TargetOptions};
 use treespec_sampling::SamplingParams;
 
 use self::{
@@ -70,7 +68,7 @@ pub(crate) struct EngineArgs {
     /// How often everything is run after the warm-up
     #[arg(long, alias = "repeats", default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub repetitions: u32,
-    /// Sample at this temperature instead of taking the best token; needs a GPU
+    /// Sample at this temperature instead of taking the best token
     #[arg(long, value_name = "T", default_value_t = 0.0, allow_hyphen_values = true, value_parser = temperature)]
     pub temperature: f32,
     /// Seed of the noise above temperature 0
@@ -128,10 +126,6 @@ pub(crate) async fn run(args: EngineArgs) -> Result<()> {
         .iter()
         .map(|&mode| draft_shape(mode))
         .collect::<Result<Vec<_>>>()?;
-    ensure!(
-        args.temperature == 0.0 || args.models.device.unwrap_or_default() != DeviceChoice::Cpu,
-        "--temperature above 0 needs a GPU: give --device cuda:N"
-    );
     let paths = args.models.resolve()?;
     let drafter_path = paths
         .drafter
@@ -236,14 +230,10 @@ fn load(
     kv_tokens: usize,
     batch: NonZeroUsize,
 ) -> Result<Box<dyn Speculator>> {
-    let threads = args.threads.map_or(0, NonZeroUsize::get);
-    let options = TargetOptions {
-        threads,
-        kv_tokens,
-        ..Default::default()
-    };
+    let cpu = args.cpu()?;
+    let options = TargetOptions { cpu, kv_tokens };
     let drafter_options = DrafterOptions {
-        threads,
+        cpu,
         max_contexts: batch.get(),
         ..Default::default()
     };

@@ -4,7 +4,7 @@ use std::{collections::HashMap, env, num::NonZeroUsize, path::PathBuf, process::
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use clap::ValueEnum;
-use treespec_engine::{DeviceChoice, PrefillMode};
+use treespec_engine::{DeviceChoice, Isa, Precision, PrefillMode};
 use treespec_verify::DraftPlacement;
 
 use super::Role;
@@ -67,6 +67,10 @@ pub(crate) struct ClusterOptions {
     pub port: u16,
     /// Compute threads of each model service; `None` leaves it to the service.
     pub threads: Option<NonZeroUsize>,
+    /// Arithmetic of the model services on a CPU; `None` leaves it to the service, here and below.
+    pub cpu_precision: Option<Precision>,
+    /// Instruction set of their CPU kernels.
+    pub cpu_isa: Option<Isa>,
     /// Who runs the top-k pass; `None` leaves it to the verifier.
     pub topk_placement: Option<TopkPlacement>,
     /// Where the drafter runs. Local means that there is no draft service.
@@ -109,6 +113,8 @@ impl ClusterArgs {
             prefill: self.prefill,
             port,
             threads: self.models.threads,
+            cpu_precision: self.models.cpu_precision,
+            cpu_isa: self.models.cpu_isa,
             topk_placement: self.topk_placement,
             log_level,
         })
@@ -182,6 +188,12 @@ impl ClusterOptions {
         }
         if let Some(threads) = self.threads {
             command.args(["--threads", &threads.to_string()]);
+        }
+        if let Some(precision) = self.cpu_precision {
+            command.args(["--cpu-precision", precision.name()]);
+        }
+        if let Some(isa) = self.cpu_isa {
+            command.args(["--cpu-isa", isa.name()]);
         }
         let device = match role {
             Role::Draft => self.draft_device,

@@ -12,6 +12,8 @@ use crate::models::ModelPaths;
 fn options(folder: &Path, behaviour: &str) -> ClusterOptions {
     fs::write(folder.join("behaviour"), behaviour).unwrap();
     ClusterOptions {
+        cpu_precision: None,
+        cpu_isa: None,
         program: Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cluster/fake_service.sh"),
         models: ModelPaths {
             target: folder.to_owned(),

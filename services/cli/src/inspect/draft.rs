@@ -1,7 +1,5 @@
 //! `treespec inspect draft`: what the drafter proposes for each slot of a block.
 
-use std::num::NonZeroUsize;
-
 use anyhow::{Context as _, Result};
 use serde::Serialize;
 use treespec_engine::{BlockRequest, DrafterOptions};
@@ -67,7 +65,7 @@ pub(crate) fn run(args: &DraftArgs) -> Result<()> {
     };
 
     let options = DrafterOptions {
-        threads: args.models.threads.map_or(0, NonZeroUsize::get),
+        cpu: args.models.cpu()?,
         context_window: tokens.len(),
         max_contexts: 1,
         with_head: true,

@@ -28,6 +28,8 @@ fn case(name: &str) -> PathBuf {
 
 fn config() -> Config {
     Config {
+        cpu_precision: None,
+        cpu_isa: None,
         device: DeviceChoice::Cpu,
         listen: ([127, 0, 0, 1], 0).into(),
         drafter: case("drafter_fit"),

@@ -186,6 +186,7 @@ pub(crate) fn head(hidden: &[f32], k: usize) -> Vec<HeadRow> {
                 log_normaliser,
                 top,
                 gathered: None,
+                chosen: None,
             }
         })
         .collect()

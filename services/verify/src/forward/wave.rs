@@ -212,6 +212,7 @@ fn prompt_rows(prefill: &Prefill) -> SequenceRows<'_> {
         tokens: &prefill.tokens,
         shape: RowShape::Chain,
         head: &prefill.head,
+        sampling: None,
         features: prefill.features || prefill.context.is_some(),
     }
 }

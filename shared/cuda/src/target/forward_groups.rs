@@ -67,6 +67,7 @@ mod tests {
             tokens: &tokens[..count],
             shape,
             head: &head[..count],
+            sampling: None,
             features: false,
         };
         let batch = [

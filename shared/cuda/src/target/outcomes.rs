@@ -90,24 +90,24 @@ impl AcceptedHeads {
         })
     }
 
-    /// The head rows of a path: row `i` chose the `i`-th new token.
-    pub(crate) fn of(&self, sequence: usize, walked: &Walked) -> Vec<HeadRow> {
-        if !self.rows.is_empty() {
-            let start = sequence * self.stride;
-            let rows = walked
-                .path
-                .iter()
-                .map(|node| self.rows[start + node].clone());
-            return rows.collect();
-        }
-        let chosen = walked.tokens.iter().skip(1).chain([&walked.bonus]);
-        chosen
-            .zip(&walked.logits)
-            .map(|(&token, &score)| HeadRow {
-                log_normaliser: f32::NAN,
-                top: vec![ScoredToken { token, score }],
-                gathered: None,
-            })
-            .collect()
+    /// The head rows of a path: row `i` chose the `i`-th new token, and says so where it is `sampled`.
+    pub(crate) fn of(&self, sequence: usize, walked: &Walked, sampled: bool) -> Vec<HeadRow> {
+        let start = sequence * self.stride;
+        let tokens = walked.tokens.iter().skip(1).chain([&walked.bonus]);
+        let rows = walked.path.iter().zip(tokens).zip(&walked.logits);
+        rows.map(|((node, &token), &score)| {
+            let choice = ScoredToken { token, score };
+            let row = self.rows.get(start + node).cloned();
+            HeadRow {
+                chosen: sampled.then_some(choice),
+                ..row.unwrap_or_else(|| HeadRow {
+                    log_normaliser: f32::NAN,
+                    top: vec![choice],
+                    gathered: None,
+                    chosen: None,
+                })
+            }
+        })
+        .collect()
     }
 }

@@ -281,7 +281,7 @@ impl VerifyGraph {
                 Vec::new()
             };
             verified.push(VerifiedTree {
-                head: heads.of(sequence, &walked),
+                head: heads.of(sequence, &walked, rows.is_sampled()),
                 features,
                 acceptance: Acceptance {
                     path: walked.path,

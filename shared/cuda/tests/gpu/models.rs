@@ -8,9 +8,10 @@ use rand::{RngExt, SeedableRng};
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
 use treespec_cuda::{CudaDrafter, CudaSpeculator, CudaTarget, Device};
 use treespec_engine::{
-    Backend, BlockPool, BlockRequest, BlockTable, ContextId, CpuDrafter, CpuTarget, DraftRequest,
-    DraftShape, Drafter, DrafterOptions, HeadRequest, HeadRow, RowBatch, RowShape, SequenceRows,
-    SpeculativeStep, Speculator, StepBatch, TargetOptions, TreeRows, build_draft, step_by_forward,
+    Backend, BlockPool, BlockRequest, BlockTable, ContextId, CpuDrafter, CpuOptions, CpuTarget,
+    DraftRequest, DraftShape, Drafter, DrafterOptions, HeadRequest, HeadRow, RowBatch, RowShape,
+    SequenceRows, SpeculativeStep, Speculator, StepBatch, TargetOptions, TreeRows, build_draft,
+    step_by_forward,
 };
 use treespec_tree::TokenTree;
 
@@ -82,6 +83,7 @@ fn chain<'a>(
         tokens,
         shape: RowShape::Chain,
         head,
+        sampling: None,
         features: false,
     }
 }
@@ -122,9 +124,8 @@ fn log_probs_are_near_those_of_the_cpu() {
     for name in CASES {
         let (checkpoint, _) = checkpoints(name, "drafter");
         let options = TargetOptions {
-            threads: 1,
+            cpu: CpuOptions::f32(1),
             kv_tokens: KV_TOKENS,
-            isa: None,
         };
         let mut cpu = CpuTarget::load(&checkpoint, None, &options, &mut |_| {}).unwrap();
         let mut gpu = target(&device, name);
@@ -307,7 +308,7 @@ fn blocks_are_near_those_of_the_cpu_and_drafts_are_made_of_them() {
     for name in CASES {
         let (target, drafter) = checkpoints(name, "drafter_fit");
         let options = DrafterOptions {
-            threads: 1,
+            cpu: CpuOptions::f32(1),
             ..DrafterOptions::default()
         };
         let mut cpu = CpuDrafter::load(&drafter, &target, &options, &mut |_| {}).unwrap();
@@ -400,6 +401,7 @@ fn generate(
         let mut head = vec![None; tokens.len()];
         head[tokens.len() - 1] = Some(HeadRequest::ARGMAX);
         let rows = SequenceRows {
+            sampling: None,
             features: true,
             ..chain(table, 0, tokens, &head)
         };

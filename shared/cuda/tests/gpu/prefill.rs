@@ -66,6 +66,7 @@ fn run(
             tokens,
             shape: RowShape::Chain,
             head,
+            sampling: None,
             features,
         })
         .collect();

@@ -1,14 +1,15 @@
 //! The DFlash v1 drafter on the CPU (z-lab/dflash, `dflash/model.py` at 44947fb).
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use treespec_checkpoint::{DrafterAttention, DrafterCheckpoint, TargetCheckpoint};
 
-use super::Executor;
 use super::decoder::{DecoderLayer, LayerRows, LayerShape, Scratch};
 use super::embedding::VocabularyWeights;
-use super::kernels::{AttentionShape, Isa, KvLayer, NormWeights, RotaryRows, RowView};
+use super::kernels::{AttentionShape, KvLayer, NormWeights, Packer, RotaryRows, RowView};
 use super::target::log_prob_rows;
+use super::{CpuOptions, CpuTarget, Executor, Precision};
 use crate::backend::LoadProgress;
 use crate::draft_contexts::{DraftContext, DraftContexts};
 use crate::drafter::{BlockRequest, ContextId, Drafter, DrafterSpec};
@@ -21,41 +22,38 @@ const CONTEXT_ROWS: usize = 256;
 /// How to load a drafter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DrafterOptions {
-    /// Threads of a forward; 0 takes one per core.
-    pub threads: usize,
+    /// Threads, instruction set and arithmetic.
+    pub cpu: CpuOptions,
     /// Context rows kept per sequence.
     pub context_window: usize,
     /// Contexts open at once.
     pub max_contexts: usize,
     /// Whether to load the target's head, needed to build trees on this side.
     pub with_head: bool,
-    /// Instruction set of the kernels; `None` takes the best.
-    pub isa: Option<Isa>,
 }
 
 impl Default for DrafterOptions {
     fn default() -> Self {
         Self {
-            threads: 0,
+            cpu: CpuOptions::default(),
             context_window: 2_048,
             max_contexts: 64,
             with_head: true,
-            isa: None,
         }
     }
 }
 
-/// DFlash drafter in f32.
+/// DFlash drafter.
 pub struct CpuDrafter {
     spec: DrafterSpec,
     exec: Executor,
-    vocabulary: VocabularyWeights,
+    vocabulary: Arc<VocabularyWeights>,
     layers: Vec<DecoderLayer>,
     attention: Vec<DrafterAttention>,
     kv: Vec<KvLayer>,
     final_norm: NormWeights,
     inverse_frequencies: Vec<f32>,
-    mask_token: u32,
+    mask_embedding: Vec<f32>,
     contexts: DraftContexts,
     scratch: Scratch,
 }
@@ -72,6 +70,39 @@ impl CpuDrafter {
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, EngineError> {
         drafter.check_target(&target.config)?;
+        let exec = Executor::new(&options.cpu)?;
+        let precision = options.cpu.precision(target)?;
+        let mut packer = Packer::new(precision, exec.isa());
+        let vocabulary = VocabularyWeights::load(target, options.with_head, &mut packer)?;
+        let shared = (exec, Arc::new(vocabulary), precision);
+        Self::load_on(shared, drafter, target, options, progress)
+    }
+
+    /// Loads the drafter beside `loaded`, the same target: with its embedding, head, threads and arithmetic, whatever
+    /// the options say of these. Only for models that never run at the same time: one waits for the other otherwise.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn load_beside(
+        loaded: &CpuTarget,
+        drafter: &DrafterCheckpoint,
+        target: &TargetCheckpoint,
+        options: &DrafterOptions,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, EngineError> {
+        drafter.check_target(&target.config)?;
+        let (exec, vocabulary, precision) = loaded.shared();
+        let shared = (exec.beside(), vocabulary.clone(), precision);
+        Self::load_on(shared, drafter, target, options, progress)
+    }
+
+    fn load_on(
+        (exec, vocabulary, precision): (Executor, Arc<VocabularyWeights>, Precision),
+        drafter: &DrafterCheckpoint,
+        target: &TargetCheckpoint,
+        options: &DrafterOptions,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, EngineError> {
         let config = &drafter.config;
         let total_bytes = drafter.total_bytes();
         let mut report = |done: usize| {
@@ -92,7 +123,9 @@ impl CpuDrafter {
             eps: config.rms_norm_eps,
             head_norms: true,
         };
-        let vocabulary = VocabularyWeights::load(target, options.with_head)?;
+        let mut packer = Packer::new(precision, exec.isa()).for_drafter();
+        let mut mask_embedding = Vec::new();
+        vocabulary.embed(config.mask_token_id, &mut mask_embedding)?;
         report(1);
         let mut layers = Vec::with_capacity(config.num_layers);
         for layer in 0..config.num_layers {
@@ -100,6 +133,7 @@ impl CpuDrafter {
                 drafter,
                 &format!("layers.{layer}"),
                 shape,
+                &mut packer,
             )?);
             report(layer + 2);
         }
@@ -117,7 +151,7 @@ impl CpuDrafter {
                 context_window: contexts.window(),
                 num_layers: config.num_layers,
             },
-            exec: Executor::new(options.threads, options.isa)?,
+            exec,
             vocabulary,
             layers,
             attention: config.attention.clone(),
@@ -129,7 +163,7 @@ impl CpuDrafter {
                 eps: config.rms_norm_eps,
             },
             inverse_frequencies: crate::inverse_frequencies(config.rope_theta, config.head_dim),
-            mask_token: config.mask_token_id,
+            mask_embedding,
             contexts,
             scratch: Scratch::default(),
         })
@@ -146,8 +180,9 @@ impl CpuDrafter {
             &self.inverse_frequencies,
             context.end()..context.end() + count,
         );
+        let mut pass = self.exec.begin();
         for (layer, kv) in self.layers.iter().zip(&mut self.kv) {
-            layer.store_context(&mut self.exec, rows, &rotary, &slots, kv);
+            layer.store_context(&mut pass, rows, &rotary, &slots, kv);
         }
         self.contexts.commit(id, count)
     }
@@ -160,7 +195,7 @@ impl CpuDrafter {
             self.contexts.reserve_block(request.context)?;
             self.vocabulary.embed(request.root_token, &mut hidden)?;
             for _ in 1..size {
-                self.vocabulary.embed(self.mask_token, &mut hidden)?;
+                hidden.extend_from_slice(&self.mask_embedding);
             }
         }
         Ok(hidden)
@@ -201,35 +236,50 @@ impl Drafter for CpuDrafter {
     }
 
     fn block_hidden(&mut self, requests: &[BlockRequest]) -> Result<Vec<f32>, EngineError> {
-        let (size, width) = (self.spec.block_size, self.spec.hidden_size);
+        self.first_slots(requests, &vec![self.spec.block_size - 1; requests.len()])
+    }
+
+    fn first_slots(
+        &mut self,
+        requests: &[BlockRequest],
+        slots: &[usize],
+    ) -> Result<Vec<f32>, EngineError> {
+        let size = self.spec.block_size;
         let mut hidden = self.open_blocks(requests)?;
         let contexts = requests
             .iter()
             .map(|request| self.contexts.get(request.context))
             .collect::<Result<Vec<_>, _>>()?;
         let blocks = BlockRows::new(&contexts, size, &self.inverse_frequencies);
-        for ((layer, kv), attention) in self.layers.iter().zip(&mut self.kv).zip(&self.attention) {
+        let first_rows = slots.iter().enumerate().map(|(block, &slots)| {
+            let first = block * size + 1;
+            first..first + slots.min(size - 1)
+        });
+        let kept: Vec<usize> = first_rows.flatten().collect();
+        let mut pass = self.exec.begin();
+        let last = self.layers.len() - 1;
+        let layers = self.layers.iter().zip(&mut self.kv).zip(&self.attention);
+        for (index, ((layer, kv), attention)) in layers.enumerate() {
             let views = blocks.views(&contexts, attention);
             let rows = LayerRows {
                 rotary: &blocks.rotary,
                 slots: &blocks.slots,
                 views: &views,
             };
-            layer.forward(&mut self.exec, &mut hidden, &rows, kv, &mut self.scratch);
+            let scratch = &mut self.scratch;
+            if index == last {
+                layer.forward_kept(&mut pass, &mut hidden, &rows, &kept, kv, scratch);
+            } else {
+                layer.forward(&mut pass, &mut hidden, &rows, kv, scratch);
+            }
         }
-        let mut drafted = Vec::with_capacity(requests.len() * (size - 1) * width);
-        for block in hidden.chunks_exact(size * width) {
-            drafted.extend_from_slice(&block[width..]);
-        }
-        drafted
-            .chunks_exact_mut(width)
-            .for_each(|row| self.final_norm.apply(row));
-        Ok(drafted)
+        self.final_norm.apply(pass.isa, &mut hidden);
+        Ok(hidden)
     }
 
     fn head_topk(&mut self, hidden: &[f32], k: usize) -> Result<Vec<HeadRow>, EngineError> {
         let head = self.vocabulary.head().ok_or(EngineError::NoHead)?;
-        log_prob_rows(&mut self.exec, hidden, k, head)
+        log_prob_rows(&mut self.exec.begin(), hidden, k, head)
     }
 }
 

@@ -1,8 +1,8 @@
 //! Token embeddings and the output head, one copy of the weights when they are tied.
 
-use treespec_checkpoint::{CheckpointError, StoredMatrix, TargetCheckpoint};
+use treespec_checkpoint::{StoredMatrix, TargetCheckpoint};
 
-use super::kernels::PackedLinear;
+use super::kernels::{PackedLinear, Packer};
 use crate::EngineError;
 
 /// Embedding and, unless it was left out, the head of a target.
@@ -18,11 +18,12 @@ impl VocabularyWeights {
     pub(super) fn load(
         target: &TargetCheckpoint,
         with_head: bool,
-    ) -> Result<Self, CheckpointError> {
+        packer: &mut Packer,
+    ) -> Result<Self, EngineError> {
         let config = &target.config;
         let shape = [config.vocab_size, config.hidden_size];
         let embedding = "model.embed_tokens.weight";
-        let pack = |name: &str| target.matrix(name, shape).map(|m| PackedLinear::pack(&m));
+        let mut pack = |name: &str| packer.pack(target.matrix(name, shape)?);
         let (table, head) = match (with_head, config.tie_word_embeddings) {
             (false, _) => (Some(target.matrix(embedding, shape)?), None),
             (true, true) => (None, Some(pack(embedding)?)),

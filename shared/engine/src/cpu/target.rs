@@ -1,14 +1,16 @@
 //! The target on the CPU.
 
+use std::sync::Arc;
+
 use treespec_checkpoint::{Architecture, DrafterCheckpoint, TargetCheckpoint, TargetConfig};
 
-use super::Executor;
 use super::decoder::{DecoderLayer, LayerRows, LayerShape, Scratch};
 use super::embedding::VocabularyWeights;
 use super::kernels::{
-    AttentionShape, Epilogue, Isa, KvLayer, NormWeights, PackedLinear, RotaryRows, RowView,
-    rms_norm, select,
+    AttentionShape, Epilogue, HeadPass, KvLayer, NormWeights, PackedLinear, Packer, RotaryRows,
+    RowSampling, RowView,
 };
+use super::{CpuOptions, Executor, Pass, Precision};
 use crate::backend::{Backend, ForwardOutput, LoadProgress, TargetSpec};
 use crate::batch::{HeadRequest, RowBatch, RowShape};
 use crate::kv_cache::{BLOCK_TOKENS, BlockId, BlockTable};
@@ -17,19 +19,18 @@ use crate::{EngineError, HeadRow};
 /// How to load a target.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TargetOptions {
-    /// Threads of a forward; 0 takes one per core.
-    pub threads: usize,
+    /// Threads, instruction set and arithmetic.
+    pub cpu: CpuOptions,
     /// Rows of the KV cache over all sequences, rounded up to whole blocks.
     pub kv_tokens: usize,
-    /// Instruction set of the kernels; `None` takes the best.
-    pub isa: Option<Isa>,
 }
 
-/// Llama or Qwen3 dense target in f32.
+/// Llama or Qwen3 dense target.
 pub struct CpuTarget {
     spec: TargetSpec,
     exec: Executor,
-    vocabulary: VocabularyWeights,
+    vocabulary: Arc<VocabularyWeights>,
+    precision: Precision,
     layers: Vec<DecoderLayer>,
     kv: Vec<KvLayer>,
     final_norm: NormWeights,
@@ -65,14 +66,16 @@ impl CpuTarget {
             });
         };
         report(0);
-        let exec = Executor::new(options.threads, options.isa)?;
+        let exec = Executor::new(&options.cpu)?;
+        let precision = options.cpu.precision(target)?;
+        let mut packer = Packer::new(precision, exec.isa());
         let shape = layer_shape(config);
-        let vocabulary = VocabularyWeights::load(target, true)?;
+        let vocabulary = VocabularyWeights::load(target, true, &mut packer)?;
         report(1);
         let mut layers = Vec::with_capacity(config.num_layers);
         for layer in 0..config.num_layers {
             let prefix = format!("model.layers.{layer}");
-            layers.push(DecoderLayer::load(target, &prefix, shape)?);
+            layers.push(DecoderLayer::load(target, &prefix, shape, &mut packer)?);
             report(layer + 2);
         }
         let final_norm = NormWeights {
@@ -80,7 +83,7 @@ impl CpuTarget {
             eps: config.rms_norm_eps,
         };
         let projection = drafter
-            .map(|drafter| FeatureProjection::load(drafter, config))
+            .map(|drafter| FeatureProjection::load(drafter, config, &mut packer.for_drafter()))
             .transpose()?;
         let num_blocks = options.kv_tokens.div_ceil(BLOCK_TOKENS);
         Ok(Self {
@@ -92,14 +95,15 @@ impl CpuTarget {
                 context_length: config.context_length,
                 num_blocks,
                 feature_size: projection.as_ref().map(|p| p.fc.columns()),
-                numerics_profile: exec.numerics_profile(),
+                numerics_profile: exec.numerics_profile(precision),
             },
             kv: (0..config.num_layers)
                 .map(|_| KvLayer::new(shape.attention, num_blocks))
                 .collect(),
             inverse_frequencies: crate::inverse_frequencies(config.rope_theta, config.head_dim),
             exec,
-            vocabulary,
+            vocabulary: Arc::new(vocabulary),
+            precision,
             layers,
             final_norm,
             projection,
@@ -107,45 +111,36 @@ impl CpuTarget {
         })
     }
 
-    fn head(
-        &mut self,
-        hidden: &[f32],
-        requests: &[HeadRequest],
-    ) -> Result<Vec<HeadRow>, EngineError> {
-        let head = self.vocabulary.head().ok_or(EngineError::NoHead)?;
-        checked_select(&mut self.exec, hidden, requests, head)
+    /// What a drafter beside this target shares with it.
+    pub(super) fn shared(&self) -> (&Executor, &Arc<VocabularyWeights>, Precision) {
+        (&self.exec, &self.vocabulary, self.precision)
     }
+}
 
-    /// Runs the layers over `hidden`, `[rows, hidden]`, in place. Returns the tapped rows, `[rows, taps * hidden]`,
-    /// when `tap` is set and a projection is loaded.
-    fn run_layers(
-        &mut self,
-        hidden: &mut [f32],
-        rows: &LayerRows<'_>,
-        tap: bool,
-    ) -> Option<Vec<f32>> {
-        let width = self.spec.hidden_size;
-        let projection = self.projection.as_ref().filter(|_| tap);
-        let mut tapped = projection.map(|p| vec![0.0; rows.slots.len() * p.taps.len() * width]);
-        for (index, (layer, kv)) in self.layers.iter().zip(&mut self.kv).enumerate() {
-            layer.forward(&mut self.exec, hidden, rows, kv, &mut self.scratch);
-            let (Some(projection), Some(tapped)) = (projection, &mut tapped) else {
-                continue;
-            };
-            for (place, _) in projection
-                .taps
-                .iter()
-                .enumerate()
-                .filter(|(_, t)| **t == index)
-            {
-                let rows = tapped.chunks_exact_mut(projection.taps.len() * width);
-                for (out, row) in rows.zip(hidden.chunks_exact(width)) {
-                    out[place * width..(place + 1) * width].copy_from_slice(row);
-                }
+/// Runs the layers over `hidden`, `[rows, hidden]`, in place. Returns the tapped rows, `[rows, taps * hidden]`, of the
+/// projection, if there is one.
+fn run_layers(
+    pass: &mut Pass<'_>,
+    (layers, kv): (&[DecoderLayer], &mut [KvLayer]),
+    scratch: &mut Scratch,
+    hidden: &mut [f32],
+    rows: &LayerRows<'_>,
+    projection: Option<&FeatureProjection>,
+) -> Vec<f32> {
+    let count = rows.slots.len();
+    let width = hidden.len() / count;
+    let mut tapped = vec![0.0; projection.map_or(0, |p| count * p.taps.len() * width)];
+    for (index, (layer, kv)) in layers.iter().zip(kv).enumerate() {
+        layer.forward(pass, hidden, rows, kv, scratch);
+        let taps = projection.map_or(&[][..], |p| &p.taps);
+        for (place, _) in taps.iter().enumerate().filter(|(_, tap)| **tap == index) {
+            let rows = tapped.chunks_exact_mut(taps.len() * width);
+            for (out, row) in rows.zip(hidden.chunks_exact(width)) {
+                out[place * width..(place + 1) * width].copy_from_slice(row);
             }
         }
-        tapped
     }
+    tapped
 }
 
 impl Backend for CpuTarget {
@@ -175,31 +170,46 @@ impl Backend for CpuTarget {
             views: &views,
         };
         let wants_features = batch.sequences.iter().any(|s| s.features);
-        let tapped = self.run_layers(&mut hidden, &rows, wants_features);
+        let projection = self.projection.as_ref().filter(|_| wants_features);
+        let mut pass = self.exec.begin();
+        let weights = (&self.layers[..], &mut self.kv[..]);
+        let scratch = &mut self.scratch;
+        let tapped = run_layers(&mut pass, weights, scratch, &mut hidden, &rows, projection);
 
         let mut head_hidden = Vec::new();
         let mut requests = Vec::new();
-        let all_requests = batch.sequences.iter().flat_map(|s| s.head);
-        for (row, request) in hidden.chunks_exact(width).zip(all_requests) {
+        let mut sampling = Vec::new();
+        let all_requests = batch.sequences.iter().flat_map(|sequence| {
+            let requests = sequence.head.iter().enumerate();
+            requests.map(move |(row, request)| (sequence, row, request))
+        });
+        for (hidden, (sequence, row, request)) in hidden.chunks_exact(width).zip(all_requests) {
             if let Some(request) = request {
-                head_hidden.extend_from_slice(row);
+                head_hidden.extend_from_slice(hidden);
                 requests.push(*request);
+                sampling.push(sequence.sampled().map(|params| RowSampling {
+                    params,
+                    position: sequence.position(row) as u32 + 1,
+                }));
             }
         }
-        head_hidden
-            .chunks_exact_mut(width)
-            .for_each(|row| self.final_norm.apply(row));
-        let mut head_rows = self.head(&head_hidden, &requests)?.into_iter();
+        self.final_norm.apply(pass.isa, &mut head_hidden);
+        let head = self.vocabulary.head().ok_or(EngineError::NoHead)?;
+        let head_rows = pass.select(HeadPass {
+            hidden: &head_hidden,
+            requests: &requests,
+            sampling: &sampling,
+            head,
+        });
+        let mut head_rows = check_choices(head_rows, &requests, &sampling)?.into_iter();
         let mut start = 0;
         let mut outputs = Vec::with_capacity(batch.sequences.len());
         for sequence in &batch.sequences {
             let wanted = sequence.head.iter().flatten().count();
             let rows = sequence.tokens.len();
-            let features = match (&self.projection, &tapped) {
-                (Some(projection), Some(tapped)) if sequence.features => {
-                    projection.run(&mut self.exec, tapped, start, rows)
-                }
-                _ => Vec::new(),
+            let features = match projection.filter(|_| sequence.features) {
+                Some(projection) => projection.run(&mut pass, &tapped, start, rows),
+                None => Vec::new(),
             };
             outputs.push(ForwardOutput {
                 head: head_rows.by_ref().take(wanted).collect(),
@@ -232,13 +242,13 @@ impl Backend for CpuTarget {
 
     fn head_topk(&mut self, hidden: &[f32], k: usize) -> Result<Vec<HeadRow>, EngineError> {
         let head = self.vocabulary.head().ok_or(EngineError::NoHead)?;
-        log_prob_rows(&mut self.exec, hidden, k, head)
+        log_prob_rows(&mut self.exec.begin(), hidden, k, head)
     }
 }
 
 /// The k best tokens with log-probabilities of every row of `hidden`.
 pub(super) fn log_prob_rows(
-    exec: &mut Executor,
+    pass: &mut Pass<'_>,
     hidden: &[f32],
     k: usize,
     head: &PackedLinear,
@@ -256,16 +266,35 @@ pub(super) fn log_prob_rows(
         gather: None,
     };
     let requests = vec![request; hidden.len() / head.depth()];
-    checked_select(exec, hidden, &requests, head)
+    let rows = pass.select(HeadPass {
+        hidden,
+        requests: &requests,
+        sampling: &[],
+        head,
+    });
+    check_numbers(rows, &requests)
 }
 
-fn checked_select(
-    exec: &mut Executor,
-    hidden: &[f32],
+/// Every row that samples has chosen.
+fn check_choices(
+    rows: Vec<HeadRow>,
     requests: &[HeadRequest],
-    head: &PackedLinear,
+    sampling: &[Option<RowSampling<'_>>],
 ) -> Result<Vec<HeadRow>, EngineError> {
-    let rows = select(&mut exec.pool, exec.isa, hidden, requests, head);
+    let rows = check_numbers(rows, requests)?;
+    let undecided = |(row, sampling): (&HeadRow, &Option<RowSampling<'_>>)| {
+        sampling.is_some() && row.chosen.is_none()
+    };
+    match rows.iter().zip(sampling).position(undecided) {
+        Some(row) => Err(EngineError::NonFiniteLogits { row }),
+        None => Ok(rows),
+    }
+}
+
+fn check_numbers(
+    rows: Vec<HeadRow>,
+    requests: &[HeadRequest],
+) -> Result<Vec<HeadRow>, EngineError> {
     let broken = |(row, request): (&HeadRow, &HeadRequest)| {
         request.top_k > 0 && row.top.first().is_none_or(|best| !best.score.is_finite())
     };
@@ -290,13 +319,17 @@ fn layer_shape(config: &TargetConfig) -> LayerShape {
 }
 
 impl FeatureProjection {
-    fn load(drafter: &DrafterCheckpoint, target: &TargetConfig) -> Result<Self, EngineError> {
+    fn load(
+        drafter: &DrafterCheckpoint,
+        target: &TargetConfig,
+        packer: &mut Packer,
+    ) -> Result<Self, EngineError> {
         drafter.check_target(target)?;
         let config = &drafter.config;
         let (hidden, taps) = (config.hidden_size, config.taps.clone());
         let fc = drafter.matrix("fc.weight", [hidden, taps.len() * hidden])?;
         Ok(Self {
-            fc: PackedLinear::pack(&fc),
+            fc: packer.pack(fc)?,
             hidden_norm: NormWeights {
                 weight: drafter.tensor("hidden_norm.weight", &[hidden])?,
                 eps: config.rms_norm_eps,
@@ -306,13 +339,13 @@ impl FeatureProjection {
     }
 
     /// Features of rows `start..start + rows` of the tapped rows.
-    fn run(&self, exec: &mut Executor, tapped: &[f32], start: usize, rows: usize) -> Vec<f32> {
+    fn run(&self, pass: &mut Pass<'_>, tapped: &[f32], start: usize, rows: usize) -> Vec<f32> {
         let depth = self.fc.depth();
         let input = &tapped[start * depth..(start + rows) * depth];
         let mut projected = vec![0.0; rows * self.fc.columns()];
-        exec.linear(input, rows, &self.fc, &mut projected, Epilogue::Store);
+        pass.linear(input, rows, &self.fc, &mut projected, Epilogue::Store);
         let mut features = vec![0.0; projected.len()];
-        rms_norm(&mut exec.pool, &self.hidden_norm, &projected, &mut features);
+        pass.rms_norm(&self.hidden_norm, &projected, &mut features);
         features
     }
 }

@@ -210,6 +210,7 @@ impl Decoder {
                 tokens: chunk,
                 shape: RowShape::Chain,
                 head: &heads,
+                sampling: None,
                 features: context.is_some(),
             };
             let outputs = self.model.forward(&RowBatch {

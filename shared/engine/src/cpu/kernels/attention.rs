@@ -3,12 +3,22 @@
 //! A row's result is a bitwise function of the keys and values on its own path: scores are computed per key as one
 //! chain over the head dimension, then everything runs over the row's keys in position order, wherever in the
 //! cache they lie. A tree node therefore gets the bits that plain decoding gives the same tokens.
+//!
+//! Queries of one sequence and kv head share the loads of keys and values in tiles ([`query_tile`]); every query
+//! keeps its own chains, so the tile it is in does not show in its bits.
 
+mod query_tile;
+mod scores;
+mod values;
+
+use std::cell::RefCell;
 use std::ops::Range;
 
-use super::lanes::{LANES, Lanes};
+use self::query_tile::{QueryTile, attend_tile, tile_queries};
+use super::even_tiles::EvenTiles;
+use super::lanes::LANES;
 use super::pool::ThreadPool;
-use super::{Isa, SharedMut, dispatch};
+use super::{Isa, SharedMut};
 use crate::kv_cache::{BLOCK_TOKENS, BlockId, BlockTable};
 
 // Keys are stored transposed in tiles of one block, so that a vector load serves sixteen positions.
@@ -29,6 +39,11 @@ impl AttentionShape {
     /// Elements per head in the cache: padded with zeros to whole vectors.
     fn padded_dim(&self) -> usize {
         self.head_dim.next_multiple_of(LANES)
+    }
+
+    /// Query heads that share one head of keys and values.
+    fn group(&self) -> usize {
+        self.heads / self.kv_heads
     }
 
     /// Elements of one block of keys or values.
@@ -88,9 +103,10 @@ pub(crate) struct RowView<'a> {
 }
 
 impl RowView<'_> {
-    fn last_slot(&self) -> Option<usize> {
-        let tail = self.tail.iter().max().map(|&s| s as usize);
-        tail.max(self.prefix.end.checked_sub(1))
+    /// End of the slots that prefix and tail name.
+    fn slots_end(&self) -> usize {
+        let tail = self.tail.iter().max().map_or(0, |&slot| slot as usize + 1);
+        tail.max(self.prefix.end)
     }
 }
 
@@ -139,243 +155,54 @@ pub(crate) fn attend(
     let shape = layer.shape;
     let width = shape.heads * shape.head_dim;
     assert!(queries.len() == views.len() * width && out.len() == queries.len());
-    for view in views {
-        let last = view.last_slot().expect("a row sees at least itself");
-        assert!(last < view.table.capacity(), "slot {last} has no block");
-        let stored = layer.keys.len() / shape.block_len();
-        assert!(view.table.blocks().iter().all(|b| (b.0 as usize) < stored));
+    // Few queries are dealt out to all threads, many in whole tiles.
+    let share = (views.len() * shape.heads).div_ceil(pool.threads());
+    let most = tile_queries(isa).min(share.max(1));
+    let mut tiles = TILES.take();
+    tiles.clear();
+    let mut start = 0;
+    for run in views.chunk_by(|a, b| std::ptr::eq(a.table, b.table)) {
+        check_run(layer, run);
+        let end = start + run.len();
+        let first = start * shape.group();
+        let even = EvenTiles::new(end * shape.group() - first, most);
+        tiles.extend(even.iter().map(|tile| first + tile.start..first + tile.end));
+        start = end;
     }
     let out = SharedMut::new(out);
-    let group = shape.heads / shape.kv_heads;
-    pool.for_ranges(views.len() * shape.kv_heads, 1, &|items| {
-        let mut scores = Vec::new();
+    pool.for_ranges(tiles.len() * shape.kv_heads, 1, &|items| {
         for item in items {
-            let (row, kv_head) = (item / shape.kv_heads, item % shape.kv_heads);
-            for head in kv_head * group..(kv_head + 1) * group {
-                let start = row * width + head * shape.head_dim;
-                let query = &queries[start..start + shape.head_dim];
-                // SAFETY: every (row, head) is one part, handled by one thread.
-                let out = unsafe { out.part(start, shape.head_dim) };
-                attend_head(isa, query, layer, kv_head, &views[row], &mut scores, out);
-            }
+            // Tiles of one kv head follow each other, so that its keys and values stay in the cache.
+            let tile = QueryTile {
+                layer,
+                views,
+                kv_head: item / tiles.len(),
+                range: tiles[item % tiles.len()].clone(),
+            };
+            attend_tile(isa, &tile, queries, &out);
         }
     });
+    TILES.set(tiles);
 }
 
-fn attend_head(
-    isa: Isa,
-    query: &[f32],
-    layer: &KvLayer,
-    kv_head: usize,
-    view: &RowView<'_>,
-    scores: &mut Vec<f32>,
-    out: &mut [f32],
-) {
-    dispatch!(isa, head_lanes(query: &[f32], layer: &KvLayer, kv_head: usize, view: &RowView<'_>, scores: &mut Vec<f32>, out: &mut [f32]));
+thread_local! {
+    /// Query tiles of a call, kept for the next.
+    static TILES: RefCell<Vec<Range<usize>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// # Safety
-/// All slots of `view` lie inside the storage; `query` and `out` hold `head_dim` elements.
-#[inline(always)]
-unsafe fn head_lanes<L: Lanes>(
-    query: &[f32],
-    layer: &KvLayer,
-    kv_head: usize,
-    view: &RowView<'_>,
-    scores: &mut Vec<f32>,
-    out: &mut [f32],
-) {
-    // Tiles are absolute: the first may hold slots before the window, which weigh nothing.
-    let first = view.prefix.start / LANES * LANES;
-    let hidden = view.prefix.start - first;
-    let prefix = view.prefix.end - first;
-    let keys = prefix + view.tail.len();
-    let padded = keys.next_multiple_of(LANES);
-    scores.clear();
-    scores.resize(
-        padded.max(prefix.next_multiple_of(LANES)),
-        f32::NEG_INFINITY,
-    );
-    // SAFETY: the caller's contract; `scores` holds whole tiles for the prefix and room for the tail.
-    unsafe {
-        score_prefix::<L>(query, layer, kv_head, view, first, prefix, scores);
-        score_tail::<L>(query, layer, kv_head, view, prefix, scores);
-        scores[..hidden].fill(f32::NEG_INFINITY);
-        scores[keys..].fill(f32::NEG_INFINITY);
-        let sum = softmax::<L>(&mut scores[..padded], hidden, keys);
-        let weights = &scores[..keys];
-        let vectors = layer.shape.padded_dim() / LANES;
-        let mut vector = 0;
-        while vector < vectors {
-            let step = if vectors - vector >= 4 { 4 } else { 1 };
-            let place = Place {
-                layer,
-                kv_head,
-                vector,
-            };
-            if step == 4 {
-                weigh_values::<L, 4>(weights, view, first, prefix, place, sum, out);
-            } else {
-                weigh_values::<L, 1>(weights, view, first, prefix, place, sum, out);
-            }
-            vector += step;
-        }
-    }
-}
-
-/// Scores of slots `first..first + prefix`, four tiles at a time because one chain of multiply-adds alone waits on
-/// its own latency.
-///
-/// # Safety
-/// As [`head_lanes`]; `scores` holds `prefix` rounded up to whole tiles.
-#[inline(always)]
-unsafe fn score_prefix<L: Lanes>(
-    query: &[f32],
-    layer: &KvLayer,
-    kv_head: usize,
-    view: &RowView<'_>,
-    first: usize,
-    prefix: usize,
-    scores: &mut [f32],
-) {
-    let blocks = &view.table.blocks()[first / LANES..][..prefix.div_ceil(LANES)];
-    let mut tile = 0;
-    for four in blocks.chunks(4) {
-        let starts: [*const f32; 4] = std::array::from_fn(|i| {
-            let block = four[i.min(four.len() - 1)];
-            layer.keys[layer.tile(block, kv_head)..].as_ptr()
-        });
-        // SAFETY: each start is followed by a whole tile of keys.
-        unsafe {
-            let mut acc = [L::splat(0.0); 4];
-            for (d, &q) in query.iter().enumerate() {
-                let q = L::splat(q);
-                for (acc, start) in acc.iter_mut().zip(starts) {
-                    *acc = q.mul_add(L::load(start.add(d * LANES)), *acc);
-                }
-            }
-            for acc in &acc[..four.len()] {
-                acc.store(scores[tile * LANES..][..LANES].as_mut_ptr());
-                tile += 1;
-            }
-        }
-    }
-}
-
-/// Scores of the tail's slots, gathered behind the prefix.
-///
-/// # Safety
-/// As [`head_lanes`].
-#[inline(always)]
-unsafe fn score_tail<L: Lanes>(
-    query: &[f32],
-    layer: &KvLayer,
-    kv_head: usize,
-    view: &RowView<'_>,
-    prefix: usize,
-    scores: &mut [f32],
-) {
-    let mut scored = (usize::MAX, [0.0; LANES]);
-    for (i, &slot) in view.tail.iter().enumerate() {
-        let (tile, lane) = (slot as usize / LANES, slot as usize % LANES);
-        if tile != scored.0 {
-            let keys = layer.keys[layer.tile(view.table.blocks()[tile], kv_head)..].as_ptr();
-            // SAFETY: a whole tile of keys follows.
-            unsafe {
-                let mut acc = L::splat(0.0);
-                for (d, &q) in query.iter().enumerate() {
-                    acc = L::splat(q).mul_add(L::load(keys.add(d * LANES)), acc);
-                }
-                scored = (tile, acc.to_array());
-            }
-        }
-        scores[prefix + i] = scored.1[lane];
-    }
-}
-
-/// Replaces scores by `exp(score - max)` and returns their sum; entries before `hidden` and from `keys` on become 0.
-///
-/// # Safety
-/// `scores` is whole tiles.
-#[inline(always)]
-unsafe fn softmax<L: Lanes>(scores: &mut [f32], hidden: usize, keys: usize) -> f32 {
-    // SAFETY: the caller's contract.
-    unsafe {
-        let mut max = L::splat(f32::NEG_INFINITY);
-        for tile in scores.chunks_exact(LANES) {
-            max = max.max(L::load(tile.as_ptr()));
-        }
-        let shift = L::splat(-max.largest());
-        for tile in scores.chunks_exact_mut(LANES) {
-            L::load(tile.as_ptr())
-                .add(shift)
-                .exp()
-                .store(tile.as_mut_ptr());
-        }
-        // `exp` clamps its input, so what is not seen is zeroed by hand.
-        scores[..hidden].fill(0.0);
-        scores[keys..].fill(0.0);
-        let mut sum = L::splat(0.0);
-        for tile in scores.chunks_exact(LANES) {
-            sum = sum.add(L::load(tile.as_ptr()));
-        }
-        sum.sum()
-    }
-}
-
-/// Which values: layer, head, and the first vector of the head dimension.
-#[derive(Clone, Copy)]
-struct Place<'a> {
-    layer: &'a KvLayer,
-    kv_head: usize,
-    vector: usize,
-}
-
-/// `out = sum(weight * value) / sum` for `N` vectors of the head dimension, one value row after the other.
-///
-/// # Safety
-/// As [`head_lanes`].
-#[inline(always)]
-unsafe fn weigh_values<L: Lanes, const N: usize>(
-    weights: &[f32],
-    view: &RowView<'_>,
-    first: usize,
-    prefix: usize,
-    place: Place<'_>,
-    sum: f32,
-    out: &mut [f32],
-) {
-    let dim = place.layer.shape.padded_dim();
-    let row_start = |slot: usize| {
-        let block = view.table.blocks()[slot / LANES];
-        let tile = place.layer.tile(block, place.kv_head);
-        place.layer.values[tile + (slot % LANES) * dim + place.vector * LANES..].as_ptr()
-    };
-    // SAFETY: `row_start` points at N vectors of a value row.
-    unsafe {
-        let mut acc = [L::splat(0.0); N];
-        let mut add = |weight: f32, values: *const f32| {
-            let weight = L::splat(weight);
-            for (i, acc) in acc.iter_mut().enumerate() {
-                *acc = weight.mul_add(L::load(values.add(i * LANES)), *acc);
-            }
-        };
-        for (tile, weights) in weights[..prefix].chunks(LANES).enumerate() {
-            let values = row_start(first + tile * LANES);
-            for (row, &weight) in weights.iter().enumerate() {
-                add(weight, values.add(row * dim));
-            }
-        }
-        for (&weight, &slot) in weights[prefix..].iter().zip(view.tail) {
-            add(weight, row_start(slot as usize));
-        }
-        let scale = L::splat(1.0 / sum);
-        for (i, acc) in acc.into_iter().enumerate() {
-            let start = (place.vector + i) * LANES;
-            let values = acc.mul(scale).to_array();
-            let count = LANES.min(out.len().saturating_sub(start));
-            out[start..start + count].copy_from_slice(&values[..count]);
-        }
+/// Checks that rows of one sequence see only slots inside the storage.
+fn check_run(layer: &KvLayer, run: &[RowView<'_>]) {
+    let table = run[0].table;
+    let stored = layer.keys.len() / layer.shape.block_len();
+    assert!(table.blocks().iter().all(|b| (b.0 as usize) < stored));
+    for view in run {
+        assert!(view.prefix.start <= view.prefix.end);
+        assert!(
+            !view.prefix.is_empty() || !view.tail.is_empty(),
+            "a row sees at least itself"
+        );
+        let end = view.slots_end();
+        assert!(end <= table.capacity(), "slot {} has no block", end - 1);
     }
 }
 

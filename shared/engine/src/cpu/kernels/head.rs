@@ -1,14 +1,17 @@
 //! The head pass: logits in vocabulary chunks that stay in the cache, reduced to log-normaliser and top-k at once.
 
+use std::cell::RefCell;
 use std::sync::Mutex;
 
 use super::lanes::{LANES, Lanes};
-use super::linear::{Output, Rows, linear_panels};
-use super::packed::{PANEL, PackedLinear};
+use super::linear::{InputScratch, LinearInput, Output, linear_panels};
+use super::packed::PackedLinear;
+use super::panel::PANEL;
 use super::pool::ThreadPool;
+use super::sampling::{RowSampling, SampledRows};
 use super::{Isa, dispatch};
 use crate::batch::HeadRequest;
-use crate::head_topk::{HeadRow, TopK, log_normaliser};
+use crate::head_topk::{HeadRow, ScoredToken, TopK, log_normaliser};
 
 /// Panels of one vocabulary chunk. Chunks are absolute, so sums over them do not depend on the threads.
 const CHUNK_PANELS: usize = 32;
@@ -16,22 +19,59 @@ const CHUNK: usize = CHUNK_PANELS * PANEL;
 /// Rows of one sweep over the head's weights; more would push the logits of a chunk out of the cache.
 const SWEEP_ROWS: usize = 64;
 
-/// Runs the head over `hidden`, `[requests.len(), depth]`, and answers one request per row.
+/// One run of a head.
+#[derive(Clone, Copy)]
+pub(crate) struct HeadPass<'a> {
+    /// `[requests.len(), depth]`
+    pub(crate) hidden: &'a [f32],
+    /// One per row.
+    pub(crate) requests: &'a [HeadRequest],
+    /// Rows with an entry also choose a token; may be shorter than the requests.
+    pub(crate) sampling: &'a [Option<RowSampling<'a>>],
+    pub(crate) head: &'a PackedLinear,
+}
+
+/// Memory that is reused from pass to pass.
+#[derive(Default)]
+pub(crate) struct HeadScratch {
+    /// All logits of the rows that sample.
+    sampled: Vec<f32>,
+}
+
+/// Answers one request per row.
 pub(crate) fn select(
     pool: &mut ThreadPool,
     isa: Isa,
-    hidden: &[f32],
-    requests: &[HeadRequest],
-    head: &PackedLinear,
+    input: &mut InputScratch,
+    scratch: &mut HeadScratch,
+    pass: HeadPass<'_>,
 ) -> Vec<HeadRow> {
+    let HeadPass { requests, head, .. } = pass;
     let mut rows = Vec::with_capacity(requests.len());
-    for (hidden, requests) in hidden
+    let mut sampling = pass.sampling.chunks(SWEEP_ROWS);
+    for (hidden, requests) in pass
+        .hidden
         .chunks(SWEEP_ROWS * head.depth())
         .zip(requests.chunks(SWEEP_ROWS))
     {
-        rows.extend(sweep(pool, isa, hidden, requests, head));
+        let first = rows.len();
+        let sampling = sampling.next().unwrap_or_default();
+        let sampled = SampledRows::new(sampling, &mut scratch.sampled, head.columns());
+        let hidden = input.encode(pool, isa, hidden, requests.len(), head);
+        rows.extend(sweep(pool, isa, &hidden, requests, &sampled, head));
+        for (row, choice) in sampled.choose(pool, isa) {
+            rows[first + row].chosen = choice.map(|choice| ScoredToken {
+                token: choice.token,
+                score: choice.logit,
+            });
+        }
     }
     rows
+}
+
+thread_local! {
+    /// Logits of one vocabulary chunk.
+    static CHUNK_LOGITS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
 /// What one thread has found so far: a collector per row, and per chunk the normaliser parts of all rows.
@@ -44,8 +84,9 @@ struct Partial {
 fn sweep(
     pool: &mut ThreadPool,
     isa: Isa,
-    hidden: &[f32],
+    hidden: &LinearInput<'_>,
     requests: &[HeadRequest],
+    sampled: &SampledRows<'_>,
     head: &PackedLinear,
 ) -> Vec<HeadRow> {
     let chunks = head.panels().div_ceil(CHUNK_PANELS);
@@ -53,14 +94,20 @@ fn sweep(
     let next = std::sync::atomic::AtomicUsize::new(0);
     pool.run(&|_| {
         let mut partial = Partial::new(requests);
-        let mut logits = vec![0.0; requests.len() * CHUNK];
+        let mut logits = CHUNK_LOGITS.take();
+        logits.resize(requests.len() * CHUNK, 0.0);
         loop {
             let chunk = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
             if chunk >= chunks {
                 break;
             }
-            partial.add_chunk(isa, hidden, requests, head, chunk, &mut logits);
+            let (first_token, width) = chunk_tokens(chunk, head);
+            let logits = &mut logits[..requests.len() * width];
+            partial.add_chunk(isa, hidden, requests, head, chunk, logits);
+            // SAFETY: every chunk is taken by one thread.
+            unsafe { sampled.keep(logits, first_token, width) };
         }
+        CHUNK_LOGITS.set(logits);
         partials
             .lock()
             .expect("no thread panics while it holds the partial results")
@@ -70,6 +117,12 @@ fn sweep(
         .into_inner()
         .expect("no thread panics while it holds the partial results");
     combine(requests, partials)
+}
+
+/// First token and number of tokens of a chunk.
+fn chunk_tokens(chunk: usize, head: &PackedLinear) -> (usize, usize) {
+    let first = chunk * CHUNK;
+    (first, CHUNK.min(head.columns() - first))
 }
 
 impl Partial {
@@ -84,7 +137,7 @@ impl Partial {
     fn add_chunk(
         &mut self,
         isa: Isa,
-        hidden: &[f32],
+        hidden: &LinearInput<'_>,
         requests: &[HeadRequest],
         head: &PackedLinear,
         chunk: usize,
@@ -92,15 +145,9 @@ impl Partial {
     ) {
         let first_panel = chunk * CHUNK_PANELS;
         let last_panel = head.panels().min(first_panel + CHUNK_PANELS);
-        let first_token = first_panel * PANEL;
-        let width = CHUNK.min(head.columns() - first_token);
-        let logits = &mut logits[..requests.len() * width];
-        let x = Rows {
-            inputs: hidden,
-            count: requests.len(),
-        };
+        let (first_token, width) = chunk_tokens(chunk, head);
         let out = Output::store(logits, width, first_token);
-        linear_panels(isa, x, head, first_panel, last_panel, &out);
+        linear_panels(isa, hidden, head, first_panel, last_panel, &out);
         let mut sums = Vec::new();
         for (row, (request, logits)) in requests.iter().zip(logits.chunks(width)).enumerate() {
             if request.normaliser {
@@ -146,6 +193,7 @@ fn combine(requests: &[HeadRequest], mut partials: Vec<Partial>) -> Vec<HeadRow>
                 },
                 top,
                 gathered: partials.iter().find_map(|p| p.gathered[row]),
+                chosen: None,
             }
         })
         .collect()
@@ -214,14 +262,35 @@ unsafe fn collect_lanes<L: Lanes>(logits: &[f32], first_token: u32, top: &mut To
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Precision;
+    use crate::cpu::kernels::Packer;
+
+    fn run(
+        threads: usize,
+        isa: Isa,
+        hidden: &[f32],
+        requests: &[HeadRequest],
+        head: &PackedLinear,
+    ) -> Vec<HeadRow> {
+        let pass = HeadPass {
+            hidden,
+            requests,
+            sampling: &[],
+            head,
+        };
+        let mut pool = ThreadPool::new(threads).unwrap();
+        let (mut input, mut scratch) = Default::default();
+        select(&mut pool, isa, &mut input, &mut scratch, pass)
+    }
 
     fn head(vocab: usize, depth: usize) -> PackedLinear {
         let weights: Vec<f32> = (0..vocab * depth)
             .map(|i| ((i * 7_919) % 211) as f32 / 100.0 - 1.0)
             .collect();
-        PackedLinear::pack(&treespec_checkpoint::StoredMatrix::from_f32(
-            &weights, depth,
-        ))
+        let matrix = treespec_checkpoint::StoredMatrix::from_f32(&weights, depth);
+        Packer::new(Precision::F32, Isa::Portable)
+            .pack(matrix)
+            .unwrap()
     }
 
     #[test]
@@ -236,21 +305,10 @@ mod tests {
         };
         let requests: Vec<_> = (0..70).map(request).collect();
         let isa = Isa::detect();
-        let all = select(
-            &mut ThreadPool::new(3).unwrap(),
-            isa,
-            &hidden,
-            &requests,
-            &head,
-        );
+        let all = run(3, isa, &hidden, &requests, &head);
         for row in [0, 1, 63, 64, 69] {
-            let alone = select(
-                &mut ThreadPool::new(1).unwrap(),
-                isa,
-                &hidden[row * depth..(row + 1) * depth],
-                &requests[row..=row],
-                &head,
-            );
+            let own = &hidden[row * depth..(row + 1) * depth];
+            let alone = run(1, isa, own, &requests[row..=row], &head);
             assert_eq!(alone[0].top, all[row].top);
             assert_eq!(alone[0].gathered, all[row].gathered);
             assert_eq!(
@@ -279,13 +337,7 @@ mod tests {
             gather: Some(1_499),
         };
         for isa in [Isa::Portable, Isa::detect()] {
-            let rows = select(
-                &mut ThreadPool::new(2).unwrap(),
-                isa,
-                &hidden,
-                &[request],
-                &head,
-            );
+            let rows = run(2, isa, &hidden, &[request], &head);
             assert!((f64::from(rows[0].log_normaliser) - expected).abs() < 1e-4);
             assert!((f64::from(rows[0].gathered.unwrap()) - dense[1_499]).abs() < 1e-4);
             let best = dense.iter().copied().fold(f64::MIN, f64::max);

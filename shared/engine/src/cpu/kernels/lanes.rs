@@ -1,7 +1,16 @@
-//! Sixteen f32 at once, for each instruction set.
+//! Sixteen f32 and sixty-four bytes at once, for each instruction set.
 
 #[cfg(target_arch = "x86_64")]
-use std::arch::x86_64::*;
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+pub(super) use avx512::Avx512;
+pub(super) use portable::Portable;
 
 /// Lanes per vector, on every instruction set, so that reductions have one order everywhere.
 pub(super) const LANES: usize = 16;
@@ -18,16 +27,41 @@ pub(super) trait Lanes: Copy {
     const TILE_ROWS: usize;
     /// Rows of a tile that keeps one vector of the panel at a time.
     const HALF_TILE_ROWS: usize;
+    /// Queries of an attention tile, each with [`Lanes::TILE_QUERY_VECTORS`] accumulators.
+    const TILE_QUERIES: usize;
+    /// Vectors of keys or values that an attention tile works on at once: four or one.
+    const TILE_QUERY_VECTORS: usize;
+
+    /// Four bytes for each of the sixteen lanes.
+    type Bytes: Copy;
+
+    /// Sixty-four bytes.
+    unsafe fn load_bytes(p: *const u8) -> Self::Bytes;
+    /// The low half of every byte, as 0..=15.
+    unsafe fn low_nibbles(bytes: Self::Bytes) -> Self::Bytes;
+    /// The high half of every byte, as 0..=15.
+    unsafe fn high_nibbles(bytes: Self::Bytes) -> Self::Bytes;
+    /// Two bits of every byte, from bit `2 * PAIR` on, moved to bits 4 and 5.
+    unsafe fn bit_pairs<const PAIR: u32>(bytes: Self::Bytes) -> Self::Bytes;
+    unsafe fn or(a: Self::Bytes, b: Self::Bytes) -> Self::Bytes;
+    /// Byte `BYTE` of every lane, as a whole number 0..=255.
+    unsafe fn byte<const BYTE: u32>(bytes: Self::Bytes) -> Self;
+    /// The lower bfloat16 of every lane.
+    unsafe fn low_bf16(bytes: Self::Bytes) -> Self;
+    /// The upper bfloat16 of every lane.
+    unsafe fn high_bf16(bytes: Self::Bytes) -> Self;
 
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(p: *const f32) -> Self;
     unsafe fn store(self, p: *mut f32);
-    /// Sixteen bfloat16.
-    unsafe fn load_bf16(p: *const u16) -> Self;
+    /// Sixteen f16.
+    unsafe fn load_f16(p: *const u16) -> Self;
+    /// Sixteen bytes 0..=255.
+    unsafe fn load_u8(p: *const u8) -> Self;
     /// Sixteen signed bytes.
     unsafe fn load_i8(p: *const i8) -> Self;
-    /// Sixteen bytes: their low halves, then their high halves, as 0..=15.
-    unsafe fn load_nibbles(p: *const u8) -> [Self; 2];
+    /// The lowest byte of every lane's bits.
+    unsafe fn store_low_bytes(self, p: *mut u8);
     /// `self * b + c`, fused where the instruction set has it.
     unsafe fn mul_add(self, b: Self, c: Self) -> Self;
     unsafe fn add(self, other: Self) -> Self;
@@ -38,6 +72,10 @@ pub(super) trait Lanes: Copy {
     /// `self * 2^n` for whole `n` in -126..=127.
     unsafe fn scale_by_power_of_two(self, n: Self) -> Self;
     unsafe fn any_greater(self, other: Self) -> bool;
+
+    /// Asks for the cache line of `p`, which may be any address, to be read soon.
+    #[inline(always)]
+    unsafe fn prefetch(_p: *const u8) {}
 
     #[inline(always)]
     unsafe fn to_array(self) -> [f32; LANES] {
@@ -60,14 +98,10 @@ pub(super) trait Lanes: Copy {
         x[0]
     }
 
-    /// Largest lane.
-    #[inline(always)]
-    unsafe fn largest(self) -> f32 {
-        // SAFETY: the caller's contract.
-        unsafe { self.to_array() }
-            .into_iter()
-            .fold(f32::NEG_INFINITY, f32::max)
-    }
+    /// Largest lane, of lanes without NaN.
+    unsafe fn largest(self) -> f32;
+    /// Sum in whatever order is quickest: for whole numbers whose sum is exact.
+    unsafe fn sum_of_whole_numbers(self) -> f32;
 
     /// `e^self` to about 2 units in the last place; inputs are clamped to -87..88, where results are normal.
     ///
@@ -101,314 +135,33 @@ pub(super) trait Lanes: Copy {
     }
 }
 
-/// AVX-512F.
-#[cfg(target_arch = "x86_64")]
-#[derive(Clone, Copy)]
-pub(super) struct Avx512(__m512);
+/// Exact products of unsigned weight bytes and signed activation bytes.
+///
+/// # Safety
+/// As [`Lanes`].
+pub(super) trait IntegerLanes: Lanes {
+    /// Rows of a tile whose accumulators fit the register file, [`Lanes::TILE_VECTORS`] vectors of the panel at a time.
+    const INTEGER_ROWS: usize;
+    /// Sixteen i32.
+    type Ints: Copy;
 
-#[cfg(target_arch = "x86_64")]
-impl Lanes for Avx512 {
-    const TILE_VECTORS: usize = 2;
-    const TILE_ROWS: usize = 12;
-    const HALF_TILE_ROWS: usize = 24;
-
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> Self {
-        Self(unsafe { _mm512_set1_ps(x) })
-    }
-    #[inline(always)]
-    unsafe fn load(p: *const f32) -> Self {
-        Self(unsafe { _mm512_loadu_ps(p) })
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32) {
-        unsafe { _mm512_storeu_ps(p, self.0) }
-    }
-    #[inline(always)]
-    unsafe fn load_bf16(p: *const u16) -> Self {
-        unsafe {
-            let halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
-            Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(halves)))
-        }
-    }
-    #[inline(always)]
-    unsafe fn load_i8(p: *const i8) -> Self {
-        unsafe {
-            let bytes = _mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()));
-            Self(_mm512_cvtepi32_ps(bytes))
-        }
-    }
-    #[inline(always)]
-    unsafe fn load_nibbles(p: *const u8) -> [Self; 2] {
-        unsafe {
-            let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
-            let low = _mm512_and_si512(bytes, _mm512_set1_epi32(15));
-            let high = _mm512_srli_epi32::<4>(bytes);
-            [low, high].map(|half| Self(_mm512_cvtepi32_ps(half)))
-        }
-    }
-    #[inline(always)]
-    unsafe fn mul_add(self, b: Self, c: Self) -> Self {
-        Self(unsafe { _mm512_fmadd_ps(self.0, b.0, c.0) })
-    }
-    #[inline(always)]
-    unsafe fn add(self, other: Self) -> Self {
-        Self(unsafe { _mm512_add_ps(self.0, other.0) })
-    }
-    #[inline(always)]
-    unsafe fn mul(self, other: Self) -> Self {
-        Self(unsafe { _mm512_mul_ps(self.0, other.0) })
-    }
-    #[inline(always)]
-    unsafe fn div(self, other: Self) -> Self {
-        Self(unsafe { _mm512_div_ps(self.0, other.0) })
-    }
-    #[inline(always)]
-    unsafe fn max(self, other: Self) -> Self {
-        Self(unsafe { _mm512_max_ps(self.0, other.0) })
-    }
-    #[inline(always)]
-    unsafe fn min(self, other: Self) -> Self {
-        Self(unsafe { _mm512_min_ps(self.0, other.0) })
-    }
-    #[inline(always)]
-    unsafe fn scale_by_power_of_two(self, n: Self) -> Self {
-        Self(unsafe { _mm512_scalef_ps(self.0, n.0) })
-    }
-    #[inline(always)]
-    unsafe fn any_greater(self, other: Self) -> bool {
-        unsafe { _mm512_cmp_ps_mask::<_CMP_GT_OQ>(self.0, other.0) != 0 }
-    }
+    unsafe fn splat_int(x: i32) -> Self::Ints;
+    /// Adds to every lane the products of its four weights, all below 128, and the four activations at `x`, which
+    /// are the same for all lanes.
+    unsafe fn dot_small(sum: Self::Ints, weights: Self::Bytes, x: *const i32) -> Self::Ints;
+    /// Likewise for weights up to 255, each less 128, but for what [`Self::uncentred`] adds.
+    unsafe fn dot_full(sum: Self::Ints, weights: Self::Bytes, x: *const i32) -> Self::Ints;
+    /// What a sum of [`Self::dot_full`] starts with, where `centring` is -128 times the sum of its activations: that,
+    /// or 0 where the instruction set takes the 128 from the weights themselves.
+    fn uncentred(centring: i32) -> i32;
+    unsafe fn ints_to_f32(ints: Self::Ints) -> Self;
 }
 
-/// AVX2 with FMA.
-#[cfg(target_arch = "x86_64")]
-#[derive(Clone, Copy)]
-pub(super) struct Avx2(__m256, __m256);
-
-#[cfg(target_arch = "x86_64")]
-impl Lanes for Avx2 {
-    const TILE_VECTORS: usize = 1;
-    const TILE_ROWS: usize = 6;
-    const HALF_TILE_ROWS: usize = 6;
-
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> Self {
-        let v = unsafe { _mm256_set1_ps(x) };
-        Self(v, v)
-    }
-    #[inline(always)]
-    unsafe fn load(p: *const f32) -> Self {
-        unsafe { Self(_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))) }
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32) {
-        unsafe {
-            _mm256_storeu_ps(p, self.0);
-            _mm256_storeu_ps(p.add(8), self.1);
-        }
-    }
-    #[inline(always)]
-    unsafe fn load_bf16(p: *const u16) -> Self {
-        #[inline(always)]
-        unsafe fn half(p: *const u16) -> __m256 {
-            unsafe {
-                let halves = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(halves))
-            }
-        }
-        unsafe { Self(half(p), half(p.add(8))) }
-    }
-    #[inline(always)]
-    unsafe fn load_i8(p: *const i8) -> Self {
-        #[inline(always)]
-        unsafe fn half(p: *const i8) -> __m256 {
-            unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast()))) }
-        }
-        unsafe { Self(half(p), half(p.add(8))) }
-    }
-    #[inline(always)]
-    unsafe fn load_nibbles(p: *const u8) -> [Self; 2] {
-        #[inline(always)]
-        unsafe fn half(p: *const u8) -> [__m256; 2] {
-            unsafe {
-                let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()));
-                let low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
-                let high = _mm256_srli_epi32::<4>(bytes);
-                [_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)]
-            }
-        }
-        unsafe {
-            let ([low0, high0], [low1, high1]) = (half(p), half(p.add(8)));
-            [Self(low0, low1), Self(high0, high1)]
-        }
-    }
-    #[inline(always)]
-    unsafe fn mul_add(self, b: Self, c: Self) -> Self {
-        unsafe {
-            Self(
-                _mm256_fmadd_ps(self.0, b.0, c.0),
-                _mm256_fmadd_ps(self.1, b.1, c.1),
-            )
-        }
-    }
-    #[inline(always)]
-    unsafe fn add(self, other: Self) -> Self {
-        unsafe {
-            Self(
-                _mm256_add_ps(self.0, other.0),
-                _mm256_add_ps(self.1, other.1),
-            )
-        }
-    }
-    #[inline(always)]
-    unsafe fn mul(self, other: Self) -> Self {
-        unsafe {
-            Self(
-                _mm256_mul_ps(self.0, other.0),
-                _mm256_mul_ps(self.1, other.1),
-            )
-        }
-    }
-    #[inline(always)]
-    unsafe fn div(self, other: Self) -> Self {
-        unsafe {
-            Self(
-                _mm256_div_ps(self.0, other.0),
-                _mm256_div_ps(self.1, other.1),
-            )
-        }
-    }
-    #[inline(always)]
-    unsafe fn max(self, other: Self) -> Self {
-        unsafe {
-            Self(
-                _mm256_max_ps(self.0, other.0),
-                _mm256_max_ps(self.1, other.1),
-            )
-        }
-    }
-    #[inline(always)]
-    unsafe fn min(self, other: Self) -> Self {
-        unsafe {
-            Self(
-                _mm256_min_ps(self.0, other.0),
-                _mm256_min_ps(self.1, other.1),
-            )
-        }
-    }
-    #[inline(always)]
-    unsafe fn scale_by_power_of_two(self, n: Self) -> Self {
-        #[inline(always)]
-        unsafe fn half(x: __m256, n: __m256) -> __m256 {
-            unsafe {
-                let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-                let power = _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent));
-                _mm256_mul_ps(x, power)
-            }
-        }
-        unsafe { Self(half(self.0, n.0), half(self.1, n.1)) }
-    }
-    #[inline(always)]
-    unsafe fn any_greater(self, other: Self) -> bool {
-        unsafe {
-            let low = _mm256_cmp_ps::<_CMP_GT_OQ>(self.0, other.0);
-            let high = _mm256_cmp_ps::<_CMP_GT_OQ>(self.1, other.1);
-            _mm256_movemask_ps(_mm256_or_ps(low, high)) != 0
-        }
-    }
-}
-
-/// Plain arrays.
-#[derive(Clone, Copy)]
-pub(super) struct Portable([f32; LANES]);
-
-impl Portable {
-    #[inline(always)]
-    fn zip(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
-        let mut out = self.0;
-        for (a, b) in out.iter_mut().zip(other.0) {
-            *a = f(*a, b);
-        }
-        Self(out)
-    }
-}
-
-impl Lanes for Portable {
-    const TILE_VECTORS: usize = 1;
-    const TILE_ROWS: usize = 4;
-    const HALF_TILE_ROWS: usize = 4;
-
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> Self {
-        Self([x; LANES])
-    }
-    #[inline(always)]
-    unsafe fn load(p: *const f32) -> Self {
-        Self(unsafe { p.cast::<[f32; LANES]>().read_unaligned() })
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32) {
-        unsafe { p.cast::<[f32; LANES]>().write_unaligned(self.0) }
-    }
-    #[inline(always)]
-    unsafe fn load_bf16(p: *const u16) -> Self {
-        let halves = unsafe { p.cast::<[u16; LANES]>().read_unaligned() };
-        Self(halves.map(|half| f32::from_bits(u32::from(half) << 16)))
-    }
-    #[inline(always)]
-    unsafe fn load_i8(p: *const i8) -> Self {
-        Self(unsafe { p.cast::<[i8; LANES]>().read_unaligned() }.map(f32::from))
-    }
-    #[inline(always)]
-    unsafe fn load_nibbles(p: *const u8) -> [Self; 2] {
-        let bytes = unsafe { p.cast::<[u8; LANES]>().read_unaligned() };
-        [
-            Self(bytes.map(|byte| f32::from(byte & 15))),
-            Self(bytes.map(|byte| f32::from(byte >> 4))),
-        ]
-    }
-    #[inline(always)]
-    unsafe fn mul_add(self, b: Self, c: Self) -> Self {
-        let mut out = c.0;
-        for ((o, a), b) in out.iter_mut().zip(self.0).zip(b.0) {
-            // A fused operation without the instruction is a library call a hundred times slower.
-            *o = if cfg!(target_arch = "aarch64") {
-                a.mul_add(b, *o)
-            } else {
-                a * b + *o
-            };
-        }
-        Self(out)
-    }
-    #[inline(always)]
-    unsafe fn add(self, other: Self) -> Self {
-        self.zip(other, |a, b| a + b)
-    }
-    #[inline(always)]
-    unsafe fn mul(self, other: Self) -> Self {
-        self.zip(other, |a, b| a * b)
-    }
-    #[inline(always)]
-    unsafe fn div(self, other: Self) -> Self {
-        self.zip(other, |a, b| a / b)
-    }
-    #[inline(always)]
-    unsafe fn max(self, other: Self) -> Self {
-        self.zip(other, |a, b| if a > b { a } else { b })
-    }
-    #[inline(always)]
-    unsafe fn min(self, other: Self) -> Self {
-        self.zip(other, |a, b| if a < b { a } else { b })
-    }
-    #[inline(always)]
-    unsafe fn scale_by_power_of_two(self, n: Self) -> Self {
-        self.zip(n, |x, n| {
-            x * f32::from_bits(((n as i32 + 127) as u32) << 23)
-        })
-    }
-    #[inline(always)]
-    unsafe fn any_greater(self, other: Self) -> bool {
-        self.0.iter().zip(other.0).any(|(a, b)| *a > b)
-    }
+/// Sums of products of bfloat16 pairs.
+///
+/// # Safety
+/// As [`Lanes`].
+pub(super) trait Bf16Lanes: Lanes {
+    /// Adds to every lane the products of its two weights and the two activations at `x`.
+    unsafe fn dot_bf16(self, weights: Self::Bytes, x: *const i32) -> Self;
 }

@@ -1,15 +1,19 @@
-//! `y = x W^T` with a fixed order of summation: output `(row, column)` is one chain of multiply-adds over
-//! ascending k, whatever the number of rows. That makes a row's bits independent of its neighbours.
+//! `y = x W^T`: which kernel multiplies which part of the weights, and what becomes of its outputs.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
-use super::lanes::{LANES, Lanes};
-use super::packed::{F32Panel, PANEL, PackedLinear, Panel, PanelReader, block_end, blocks};
+use treespec_checkpoint::MatrixFormat;
+
+use super::activations::{Encoding, encode};
+use super::even_tiles::EvenTiles;
+use super::float::{Bf16Panel, F32Panel, panel_rows};
+use super::integer::{MAX_INTEGER_ROWS, TileValues, bf16_tile_rows, correction, tile_rows};
+use super::lanes::{IntegerLanes, LANES, Lanes};
+use super::packed::{Arithmetic, PackedLinear, Part};
+use super::panel::{BlockFormat, PANEL, Q4_0, Q4_1, Q4K, Q6K, Q8_0};
 use super::pool::ThreadPool;
-use super::{Isa, SharedMut, dispatch};
-
-/// Largest row tile of any instruction set.
-const MAX_TILE_ROWS: usize = 24;
+use super::{Isa, SharedMut, dispatch, dispatch_bf16, dispatch_integer};
 
 /// What happens to an output before it is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,50 +36,178 @@ impl Epilogue {
     }
 }
 
-/// Row-major inputs and outputs of a linear pass.
+/// Row-major rows of f32.
 #[derive(Clone, Copy)]
 pub(super) struct Rows<'a> {
     pub(super) inputs: &'a [f32],
     pub(super) count: usize,
 }
 
-/// `out = epilogue(x W^T)` for `rows` rows: `x` is `[rows, depth]`, `out` is `[rows, out.len() / rows]`.
+/// The inputs of a linear pass in every form that its weights multiply.
+pub(crate) struct LinearInput<'a> {
+    rows: Rows<'a>,
+    encoded: &'a [EncodedRows],
+}
+
+/// Rows in one encoding.
+#[derive(Default)]
+struct EncodedRows {
+    encoding: Option<Encoding>,
+    words: Vec<i32>,
+}
+
+/// Encoded inputs, kept between calls.
+#[derive(Default)]
+pub(crate) struct InputScratch {
+    encoded: Vec<EncodedRows>,
+}
+
+impl InputScratch {
+    /// Encodes `x`, `[rows, depth]`, for `weights`.
+    pub(crate) fn encode<'a>(
+        &'a mut self,
+        pool: &mut ThreadPool,
+        isa: Isa,
+        x: &'a [f32],
+        rows: usize,
+        weights: &PackedLinear,
+    ) -> LinearInput<'a> {
+        assert_eq!(x.len(), rows * weights.depth(), "linear input");
+        let mut used = 0;
+        for part in weights.parts() {
+            let Some(encoding) = part.encoding() else {
+                continue;
+            };
+            let done = self.encoded[..used]
+                .iter()
+                .any(|e| e.encoding == Some(encoding));
+            if done || rows == 0 {
+                continue;
+            }
+            if used == self.encoded.len() {
+                self.encoded.push(EncodedRows::default());
+            }
+            let target = &mut self.encoded[used];
+            target.encoding = Some(encoding);
+            encode(pool, isa, x, rows, encoding, &mut target.words);
+            used += 1;
+        }
+        LinearInput {
+            rows: Rows {
+                inputs: x,
+                count: rows,
+            },
+            encoded: &self.encoded[..used],
+        }
+    }
+}
+
+impl LinearInput<'_> {
+    /// Rows of the input.
+    pub(super) fn rows(&self) -> usize {
+        self.rows.count
+    }
+
+    fn words(&self, encoding: Encoding) -> &[i32] {
+        self.encoded
+            .iter()
+            .find(|rows| rows.encoding == Some(encoding))
+            .map(|rows| rows.words.as_slice())
+            .expect("the input was encoded for these weights")
+    }
+}
+
+impl Part {
+    /// How its inputs are encoded; `None` for f32.
+    fn encoding(&self) -> Option<Encoding> {
+        let correction = match (self.arithmetic, self.format) {
+            (Arithmetic::F32, _) | (_, MatrixFormat::F32) => return None,
+            (Arithmetic::Bf16, _) | (_, MatrixFormat::Bf16) => return Some(Encoding::Bf16),
+            (Arithmetic::Integer, MatrixFormat::Q4_0) => correction::<Q4_0>(),
+            (Arithmetic::Integer, MatrixFormat::Q4_1) => correction::<Q4_1>(),
+            (Arithmetic::Integer, MatrixFormat::Q8_0) => correction::<Q8_0>(),
+            (Arithmetic::Integer, MatrixFormat::Q4_K) => correction::<Q4K>(),
+            (Arithmetic::Integer, MatrixFormat::Q6_K) => correction::<Q6K>(),
+        };
+        Some(Encoding::Integer(correction))
+    }
+}
+
+/// `out = epilogue(x W^T)`: `x` is `[rows, depth]`, `out` is `[rows, out.len() / rows]`.
 ///
 /// # Panics
 /// When the sizes do not match.
 pub(crate) fn linear(
     pool: &mut ThreadPool,
     isa: Isa,
-    x: &[f32],
-    rows: usize,
+    x: &LinearInput<'_>,
     weights: &PackedLinear,
     out: &mut [f32],
     epilogue: Epilogue,
 ) {
-    if rows == 0 {
+    if x.rows() == 0 {
         return;
     }
-    assert_eq!(x.len(), rows * weights.depth(), "linear input");
-    let out_columns = out.len() / rows;
-    assert_eq!(out.len(), rows * out_columns, "linear output");
+    let columns = out.len() / x.rows();
+    assert_eq!(out.len(), x.rows() * columns, "linear output");
     assert!(
-        out_columns <= weights.panels() * epilogue.columns_per_panel(),
+        columns <= weights.panels() * epilogue.columns_per_panel(),
         "linear output columns"
     );
-    let grain = weights.panels().div_ceil(pool.threads() * 8).max(1);
-    let inputs = Rows {
-        inputs: x,
-        count: rows,
-    };
     let target = Output {
         values: SharedMut::new(out),
-        columns: out_columns,
+        columns,
         first_column: 0,
         epilogue,
     };
-    pool.for_ranges(weights.panels(), grain, &|panels| {
-        linear_panels(isa, inputs, weights, panels.start, panels.end, &target);
+    all_panels(pool, isa, x, weights, 0..weights.panels(), &target);
+}
+
+/// The output columns `range` only, which are whole groups of matrices.
+///
+/// # Panics
+/// When the sizes do not match, or no group begins or ends there.
+pub(crate) fn linear_columns(
+    pool: &mut ThreadPool,
+    isa: Isa,
+    x: &LinearInput<'_>,
+    weights: &PackedLinear,
+    range: Range<usize>,
+    out: &mut [f32],
+) {
+    assert_eq!(out.len(), x.rows() * range.len(), "linear output");
+    if x.rows() == 0 {
+        return;
+    }
+    let panels = weights.panel_at(range.start)..weights.panel_at(range.end);
+    let target = Output::store(out, range.len(), range.start);
+    all_panels(pool, isa, x, weights, panels, &target);
+}
+
+fn all_panels(
+    pool: &mut ThreadPool,
+    isa: Isa,
+    x: &LinearInput<'_>,
+    weights: &PackedLinear,
+    panels: Range<usize>,
+    out: &Output<'_>,
+) {
+    let first = panels.start;
+    let grain = grain(panels.len(), pool.threads());
+    pool.for_ranges(panels.len(), grain, &|range| {
+        linear_panels(isa, x, weights, first + range.start, first + range.end, out);
     });
+}
+
+/// Panels that a thread takes at a time: a few times for each thread, so that a slow one is helped out, and as often
+/// for one as for another.
+fn grain(panels: usize, threads: usize) -> usize {
+    const MOST_TURNS: usize = 8;
+    (1..=MOST_TURNS)
+        .rev()
+        .map(|turns| panels.div_ceil(threads * turns).max(1))
+        .find(|&grain| panels.div_ceil(grain).is_multiple_of(threads))
+        .unwrap_or_else(|| panels.div_ceil(threads).max(1))
 }
 
 /// Where panels of a pass are written.
@@ -88,6 +220,199 @@ pub(super) struct Output<'a> {
     epilogue: Epilogue,
 }
 
+/// The outputs of a panel.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PanelPlace {
+    /// First output column.
+    column: usize,
+    /// Columns that are not padding.
+    width: usize,
+}
+
+impl PanelPlace {
+    fn new(part: &Part, panel: usize, epilogue: Epilogue) -> Self {
+        let local = panel - part.first_panel;
+        match epilogue {
+            Epilogue::SwiGlu => Self {
+                column: panel * LANES,
+                width: LANES,
+            },
+            Epilogue::Store | Epilogue::AddTo => Self {
+                column: part.first_column + local * PANEL,
+                width: PANEL.min(part.columns - local * PANEL),
+            },
+        }
+    }
+}
+
+/// Like [`linear`] on one thread and for the panels `from..to` only. Concurrent calls must have disjoint panels.
+pub(super) fn linear_panels(
+    isa: Isa,
+    x: &LinearInput<'_>,
+    w: &PackedLinear,
+    from: usize,
+    to: usize,
+    out: &Output<'_>,
+) {
+    assert!(to <= w.panels() && x.rows.inputs.len() == x.rows.count * w.depth());
+    let mut from = from;
+    while from < to {
+        let part = &w.parts()[w.part_of(from)];
+        let end = to.min(part.first_panel + part.panels);
+        let pass = PartPass {
+            part,
+            depth: w.depth(),
+            from,
+            to: end,
+        };
+        match part.encoding() {
+            None => {
+                let rows = x.rows;
+                dispatch!(isa, float_panels(pass: PartPass<'_>, rows: Rows<'_>, out: &Output<'_>));
+            }
+            Some(encoding @ Encoding::Integer(_)) => {
+                let words = x.words(encoding);
+                let rows = x.rows.count;
+                dispatch_integer!(isa, integer_panels(pass: PartPass<'_>, words: &[i32], rows: usize, out: &Output<'_>));
+            }
+            Some(encoding @ Encoding::Bf16) => {
+                let words = x.words(encoding);
+                let rows = x.rows.count;
+                dispatch_bf16!(isa, bf16_panels(pass: PartPass<'_>, words: &[i32], rows: usize, out: &Output<'_>));
+            }
+        }
+        from = end;
+    }
+}
+
+/// Panels `from..to` of the whole, all of one part.
+#[derive(Clone, Copy)]
+struct PartPass<'a> {
+    part: &'a Part,
+    depth: usize,
+    from: usize,
+    to: usize,
+}
+
+thread_local! {
+    /// One widened panel, kept because clearing it anew for every call would cost as much as filling it.
+    static UNPACKED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// # Safety
+/// `rows` match the part's depth, and nobody else writes the outputs of these panels.
+#[inline(always)]
+unsafe fn float_panels<L: Lanes>(pass: PartPass<'_>, rows: Rows<'_>, out: &Output<'_>) {
+    let PartPass { part, depth, .. } = pass;
+    // Taken out rather than borrowed in a closure: a closure would be compiled without the target features.
+    let mut unpacked = UNPACKED.take();
+    for panel in pass.from..pass.to {
+        let place = PanelPlace::new(part, panel, out.epilogue);
+        let local = panel - part.first_panel;
+        // SAFETY: the caller's contract, and `unpacked` is a whole panel.
+        unsafe {
+            match part.format {
+                MatrixFormat::F32 => {
+                    let reader = F32Panel(part.panel(local).as_ptr().cast());
+                    panel_rows::<L, _>(rows, reader, depth, place, out);
+                }
+                MatrixFormat::Bf16 => {
+                    let reader = Bf16Panel(part.panel(local).as_ptr());
+                    panel_rows::<L, _>(rows, reader, depth, place, out);
+                }
+                _ => {
+                    unpacked.resize(depth * PANEL, 0.0);
+                    part.widen::<L>(local, depth, &mut unpacked);
+                    let reader = F32Panel(unpacked.as_ptr());
+                    panel_rows::<L, _>(rows, reader, depth, place, out);
+                }
+            }
+        }
+    }
+    UNPACKED.set(unpacked);
+}
+
+/// # Safety
+/// `words` are `rows` rows encoded for this part, and nobody else writes the outputs of these panels.
+#[inline(always)]
+unsafe fn integer_panels<L: IntegerLanes>(
+    pass: PartPass<'_>,
+    words: &[i32],
+    rows: usize,
+    out: &Output<'_>,
+) {
+    // SAFETY: the caller's contract; the panels have the part's format.
+    unsafe {
+        match pass.part.format {
+            MatrixFormat::Q4_0 => format_panels::<L, Q4_0>(pass, words, rows, out),
+            MatrixFormat::Q4_1 => format_panels::<L, Q4_1>(pass, words, rows, out),
+            MatrixFormat::Q8_0 => format_panels::<L, Q8_0>(pass, words, rows, out),
+            MatrixFormat::Q4_K => format_panels::<L, Q4K>(pass, words, rows, out),
+            MatrixFormat::Q6_K => format_panels::<L, Q6K>(pass, words, rows, out),
+            MatrixFormat::F32 | MatrixFormat::Bf16 => {
+                unreachable!("floating-point weights are not multiplied in integers")
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`integer_panels`], for panels of format `F`.
+#[inline(always)]
+unsafe fn format_panels<L: IntegerLanes, F: BlockFormat>(
+    pass: PartPass<'_>,
+    words: &[i32],
+    rows: usize,
+    out: &Output<'_>,
+) {
+    let row_words = words.len() / rows;
+    let mut values: TileValues = [[0.0; PANEL]; MAX_INTEGER_ROWS];
+    for panel in pass.from..pass.to {
+        let place = PanelPlace::new(pass.part, panel, out.epilogue);
+        let weights = pass.part.panel(panel - pass.part.first_panel).as_ptr();
+        for tile in EvenTiles::new(rows, L::INTEGER_ROWS).iter() {
+            let x = words[tile.start * row_words..].as_ptr();
+            let first = tile.start == 0;
+            // SAFETY: the caller's contract.
+            unsafe {
+                tile_rows::<L, F>(weights, pass.depth, x, tile.len(), first, &mut values);
+                for (row, values) in tile.zip(&values) {
+                    out.finish::<L>(values, row, place);
+                }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`integer_panels`], for a bfloat16 part.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn bf16_panels<L: super::lanes::Bf16Lanes + IntegerLanes>(
+    pass: PartPass<'_>,
+    words: &[i32],
+    rows: usize,
+    out: &Output<'_>,
+) {
+    let row_words = words.len() / rows;
+    let mut values: TileValues = [[0.0; PANEL]; MAX_INTEGER_ROWS];
+    for panel in pass.from..pass.to {
+        let place = PanelPlace::new(pass.part, panel, out.epilogue);
+        let weights = pass.part.panel(panel - pass.part.first_panel).as_ptr();
+        for tile in EvenTiles::new(rows, L::INTEGER_ROWS).iter() {
+            let x = words[tile.start * row_words..].as_ptr();
+            let first = tile.start == 0;
+            // SAFETY: the caller's contract.
+            unsafe {
+                bf16_tile_rows::<L>(weights, pass.depth, x, tile.len(), first, &mut values);
+                for (row, values) in tile.zip(&values) {
+                    out.finish::<L>(values, row, place);
+                }
+            }
+        }
+    }
+}
+
 impl<'a> Output<'a> {
     /// Plain output of the columns from `first_column`, `[rows, columns]`.
     pub(super) fn store(values: &'a mut [f32], columns: usize, first_column: usize) -> Self {
@@ -98,225 +423,36 @@ impl<'a> Output<'a> {
             epilogue: Epilogue::Store,
         }
     }
-}
 
-/// Like [`linear`] on one thread and for the panels `from..to` only. Concurrent calls must have disjoint panels.
-pub(super) fn linear_panels(
-    isa: Isa,
-    x: Rows<'_>,
-    w: &PackedLinear,
-    from: usize,
-    to: usize,
-    out: &Output<'_>,
-) {
-    assert!(to <= w.panels() && x.inputs.len() == x.count * w.depth());
-    dispatch!(isa, panels(x: Rows<'_>, w: &PackedLinear, from: usize, to: usize, out: &Output<'_>));
-}
-
-/// # Safety
-/// `x` and `w` match, and nobody else writes the outputs of these panels.
-#[inline(always)]
-unsafe fn panels<L: Lanes>(
-    x: Rows<'_>,
-    w: &PackedLinear,
-    from: usize,
-    to: usize,
-    out: &Output<'_>,
-) {
-    let depth = w.depth();
-    // Widening in registers serves one tile. For more, or where registers are few, the panel is widened once.
-    let direct = L::TILE_VECTORS == 2 && x.count <= L::HALF_TILE_ROWS;
-    // Taken out rather than borrowed in a closure: a closure would be compiled without the target features.
-    let mut unpacked = UNPACKED.take();
-    for panel in from..to {
-        // SAFETY: the caller's contract, and `unpacked` is a whole panel.
-        unsafe {
-            match w.panel(panel) {
-                Panel::F32(reader) => panel_rows::<L, _>(x, reader, depth, panel, out),
-                Panel::Bf16(reader) if direct => panel_rows::<L, _>(x, reader, depth, panel, out),
-                Panel::Q8_0(reader) if direct => panel_rows::<L, _>(x, reader, depth, panel, out),
-                Panel::Q4_1(reader) if direct => panel_rows::<L, _>(x, reader, depth, panel, out),
-                _ => {
-                    unpacked.resize(depth * PANEL, 0.0);
-                    w.unpack::<L>(panel, &mut unpacked);
-                    let reader = F32Panel::unpacked(&unpacked);
-                    panel_rows::<L, _>(x, reader, depth, panel, out);
-                }
+    /// Writes one row of one panel.
+    ///
+    /// # Safety
+    /// Nobody else writes these outputs.
+    #[inline(always)]
+    pub(super) unsafe fn finish<L: Lanes>(
+        &self,
+        values: &[f32; PANEL],
+        row: usize,
+        panel: PanelPlace,
+    ) {
+        let start = panel.column - self.first_column;
+        let count = panel.width.min(self.columns.saturating_sub(start));
+        // SAFETY: the caller's contract.
+        let target = unsafe { self.values.part(row * self.columns + start, count) };
+        match self.epilogue {
+            Epilogue::Store => target.copy_from_slice(&values[..count]),
+            Epilogue::AddTo => target.iter_mut().zip(values).for_each(|(o, y)| *o += y),
+            Epilogue::SwiGlu => {
+                // SAFETY: `values` holds two vectors.
+                let product = unsafe {
+                    let gate = L::load(values.as_ptr());
+                    let up = L::load(values.as_ptr().add(LANES));
+                    let one = L::splat(1.0);
+                    let negated = gate.mul(L::splat(-1.0));
+                    gate.div(one.add(negated.exp())).mul(up).to_array()
+                };
+                target.copy_from_slice(&product[..count]);
             }
-        }
-    }
-    UNPACKED.set(unpacked);
-}
-
-thread_local! {
-    /// One widened panel, kept because clearing it anew for every call would cost as much as filling it.
-    static UNPACKED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
-}
-
-/// All rows through one panel.
-///
-/// # Safety
-/// As [`panels`]; `reader` reads a panel of `depth` inputs.
-#[inline(always)]
-unsafe fn panel_rows<L: Lanes, R: PanelReader<L>>(
-    x: Rows<'_>,
-    reader: R,
-    depth: usize,
-    panel: usize,
-    out: &Output<'_>,
-) {
-    // One tall tile reads the panel twice but widens each weight once; more rows go through wide tiles.
-    let tiles = if x.count <= L::HALF_TILE_ROWS {
-        1
-    } else {
-        x.count.div_ceil(L::TILE_ROWS)
-    };
-    let mut values = [[0.0f32; PANEL]; MAX_TILE_ROWS];
-    let mut row = 0;
-    for tile in 0..tiles {
-        // Even tiles: 26 rows are 8 + 9 + 9, not 12 + 12 + 2.
-        let end = x.count * (tile + 1) / tiles;
-        let inputs = x.inputs[row * depth..].as_ptr();
-        // SAFETY: the tile lies inside `x`; the caller's contract.
-        unsafe { tile_rows::<L, R>(end - row, inputs, reader, depth, &mut values) };
-        for (t, values) in values[..end - row].iter().enumerate() {
-            // SAFETY: the caller's contract.
-            unsafe { finish::<L>(values, row + t, panel, out) };
-        }
-        row = end;
-    }
-}
-
-/// # Safety
-/// `inputs` holds `rows` rows of `depth`, `reader` reads a panel of `depth`.
-#[inline(always)]
-unsafe fn tile_rows<L: Lanes, R: PanelReader<L>>(
-    rows: usize,
-    inputs: *const f32,
-    reader: R,
-    depth: usize,
-    out: &mut [[f32; PANEL]; MAX_TILE_ROWS],
-) {
-    macro_rules! with_rows {
-        ($tile:ident: $($n:literal)*) => {
-            match rows {
-                // SAFETY: the caller's contract.
-                $($n => unsafe { $tile::<L, R, $n>(inputs, reader, depth, out) },)*
-                _ => unreachable!("a tile has 1 to {MAX_TILE_ROWS} rows"),
-            }
-        };
-    }
-    if L::TILE_VECTORS == 2 && rows <= L::TILE_ROWS {
-        with_rows!(wide_tile: 1 2 3 4 5 6 7 8 9 10 11 12)
-    } else if L::TILE_VECTORS == 2 {
-        with_rows!(tall_tile: 13 14 15 16 17 18 19 20 21 22 23 24)
-    } else {
-        with_rows!(tall_tile: 1 2 3 4 5 6)
-    }
-}
-
-/// Both halves of the panel at once.
-///
-/// # Safety
-/// As [`tile_rows`].
-#[inline(always)]
-unsafe fn wide_tile<L: Lanes, R: PanelReader<L>, const ROWS: usize>(
-    inputs: *const f32,
-    reader: R,
-    depth: usize,
-    out: &mut [[f32; PANEL]; MAX_TILE_ROWS],
-) {
-    // SAFETY: `k < depth` keeps every pointer inside the panel and the rows.
-    unsafe {
-        let mut acc = [[L::splat(0.0); 2]; ROWS];
-        for (block, start) in blocks(depth) {
-            let scale = reader.scale(block);
-            for k in start..block_end(start, depth) {
-                let [w0, w1] = reader.weights(k, scale);
-                for (t, acc) in acc.iter_mut().enumerate() {
-                    let x = L::splat(*inputs.add(t * depth + k));
-                    acc[0] = x.mul_add(w0, acc[0]);
-                    acc[1] = x.mul_add(w1, acc[1]);
-                }
-            }
-        }
-        for (out, acc) in out.iter_mut().zip(acc) {
-            acc[0].store(out.as_mut_ptr());
-            acc[1].store(out.as_mut_ptr().add(LANES));
-        }
-    }
-}
-
-/// One half of the panel after the other, for twice the rows in the same registers.
-///
-/// # Safety
-/// As [`tile_rows`].
-#[inline(always)]
-unsafe fn tall_tile<L: Lanes, R: PanelReader<L>, const ROWS: usize>(
-    inputs: *const f32,
-    reader: R,
-    depth: usize,
-    out: &mut [[f32; PANEL]; MAX_TILE_ROWS],
-) {
-    // SAFETY: as in `wide_tile`.
-    unsafe {
-        tall_half::<L, R, ROWS, 0>(inputs, reader, depth, out);
-        tall_half::<L, R, ROWS, 1>(inputs, reader, depth, out);
-    }
-}
-
-/// # Safety
-/// As [`tile_rows`].
-#[inline(always)]
-unsafe fn tall_half<L: Lanes, R: PanelReader<L>, const ROWS: usize, const HALF: usize>(
-    inputs: *const f32,
-    reader: R,
-    depth: usize,
-    out: &mut [[f32; PANEL]; MAX_TILE_ROWS],
-) {
-    // SAFETY: as in `wide_tile`.
-    unsafe {
-        let mut acc = [L::splat(0.0); ROWS];
-        for (block, start) in blocks(depth) {
-            let scale = reader.scale(block);
-            for k in start..block_end(start, depth) {
-                let w = reader.weights(k, scale)[HALF];
-                for (t, acc) in acc.iter_mut().enumerate() {
-                    let x = L::splat(*inputs.add(t * depth + k));
-                    *acc = x.mul_add(w, *acc);
-                }
-            }
-        }
-        for (out, acc) in out.iter_mut().zip(acc) {
-            acc.store(out.as_mut_ptr().add(HALF * LANES));
-        }
-    }
-}
-
-/// Writes one row of one panel.
-///
-/// # Safety
-/// Nobody else writes these outputs.
-#[inline(always)]
-unsafe fn finish<L: Lanes>(values: &[f32; PANEL], row: usize, panel: usize, out: &Output<'_>) {
-    let width = out.epilogue.columns_per_panel();
-    let start = panel * width - out.first_column;
-    let count = width.min(out.columns.saturating_sub(start));
-    // SAFETY: the caller's contract.
-    let target = unsafe { out.values.part(row * out.columns + start, count) };
-    match out.epilogue {
-        Epilogue::Store => target.copy_from_slice(&values[..count]),
-        Epilogue::AddTo => target.iter_mut().zip(values).for_each(|(o, y)| *o += y),
-        Epilogue::SwiGlu => {
-            // SAFETY: `values` holds two vectors.
-            let product = unsafe {
-                let gate = L::load(values.as_ptr());
-                let up = L::load(values.as_ptr().add(LANES));
-                let one = L::splat(1.0);
-                let negated = gate.mul(L::splat(-1.0));
-                gate.div(one.add(negated.exp())).mul(up).to_array()
-            };
-            target.copy_from_slice(&product[..count]);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! A small persistent thread pool for the many short parallel sections of a forward.
 //!
-//! A forward has some two hundred sections of 10 µs to 1 ms. Workers therefore spin for a moment between them and
-//! sleep only when the forward is over, which costs one wake-up per forward instead of one per section.
+//! A forward has some two hundred sections of 10 µs to 1 ms. Workers therefore spin between them and sleep soon after
+//! the forward is over: one wake-up per forward instead of one per section, and cores left to other processes.
 
 use std::cell::UnsafeCell;
 use std::ops::Range;
@@ -10,9 +10,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 
-/// Polls before a worker sleeps: some 100 µs, longer than any gap inside a forward.
+/// Polls before a worker sleeps inside a forward: some 100 µs, longer than nearly any gap.
 const SPINS: usize = 4_000;
-/// Polls before the caller gives its core to a worker that lost its own.
+/// Polls after a forward before a worker sleeps: long enough for the next model's forward of the same step to begin.
+const SPINS_AT_REST: usize = 1_000;
+/// Polls before a waiting thread offers its core to one that has none.
 const SPINS_BEFORE_YIELD: usize = 200;
 
 type Section<'a> = &'a (dyn Fn(usize) + Sync);
@@ -23,6 +25,8 @@ struct Shared {
     section: UnsafeCell<Option<Section<'static>>>,
     running: AtomicUsize,
     panicked: AtomicBool,
+    /// Whether a forward is under way, so that waiting awake is worth it.
+    awake: AtomicBool,
     stop: AtomicBool,
 }
 
@@ -47,6 +51,7 @@ impl ThreadPool {
             section: UnsafeCell::new(None),
             running: AtomicUsize::new(0),
             panicked: AtomicBool::new(false),
+            awake: AtomicBool::new(false),
             stop: AtomicBool::new(false),
         });
         // Workers are added to the pool one by one, so that its drop ends those there are when one is refused.
@@ -67,6 +72,19 @@ impl ThreadPool {
     /// Threads including the caller's.
     pub(crate) fn threads(&self) -> usize {
         self.workers.len() + 1
+    }
+
+    /// Wakes the workers, which then wait for sections without sleeping.
+    pub(crate) fn rouse(&self) {
+        self.shared.awake.store(true, Ordering::Relaxed);
+        for worker in &self.workers {
+            worker.thread().unpark();
+        }
+    }
+
+    /// Lets the workers sleep until the next section or [`Self::rouse`].
+    pub(crate) fn rest(&self) {
+        self.shared.awake.store(false, Ordering::Relaxed);
     }
 
     /// Runs `section(thread)` once on every thread and returns when all are done.
@@ -94,11 +112,7 @@ impl ThreadPool {
         let mut spins = 0;
         while shared.running.load(Ordering::Acquire) > 0 {
             spins += 1;
-            if spins % SPINS_BEFORE_YIELD == 0 {
-                thread::yield_now();
-            } else {
-                std::hint::spin_loop();
-            }
+            wait(spins);
         }
         if let Err(panic) = own {
             std::panic::resume_unwind(panic);
@@ -133,6 +147,15 @@ impl ThreadPool {
     }
 }
 
+/// One poll of a waiting thread, its `spins`-th.
+fn wait(spins: usize) {
+    if spins.is_multiple_of(SPINS_BEFORE_YIELD) {
+        thread::yield_now();
+    } else {
+        std::hint::spin_loop();
+    }
+}
+
 fn work(shared: &Shared, index: usize) {
     let mut seen = 0;
     loop {
@@ -142,11 +165,16 @@ fn work(shared: &Shared, index: usize) {
                 return;
             }
             spins += 1;
-            if spins < SPINS {
-                std::hint::spin_loop();
+            let most = match shared.awake.load(Ordering::Relaxed) {
+                true => SPINS,
+                false => SPINS_AT_REST,
+            };
+            if spins < most {
+                wait(spins);
             } else {
                 // `unpark` leaves a token when it comes first, so no start is missed.
                 thread::park();
+                spins = 0;
             }
         }
         seen = seen.wrapping_add(1);

@@ -75,6 +75,35 @@ fn every_mode_gives_the_reference_ids_in_the_reference_rounds() {
 }
 
 #[test]
+fn every_mode_samples_the_same_ids() {
+    for case in ["01_llama_gqa_tied", "03_qwen3_headdim"] {
+        let mut decoder = decoder(case, 2, 1024);
+        let reference = reference(case);
+        let other = Question {
+            tokens: reference.question.tokens[..4].to_vec(),
+            max_tokens: 20,
+        };
+        let questions = [reference.question, other];
+        for seed in [0, 7] {
+            decoder.sampling = Some(SamplingParams {
+                temperature: 1.0,
+                seed: Some(seed),
+                ..SamplingParams::default()
+            });
+            let answers = MODES.map(|(_, shape)| {
+                let (answers, _) = decoder.answer(&questions, shape).unwrap();
+                answers.into_iter().map(|answer| answer.tokens).collect()
+            });
+            let plain: &Vec<Vec<u32>> = &answers[0];
+            assert_ne!(plain[0], reference.tokens, "{case}: as without noise");
+            for ((mode, _), answer) in MODES.iter().zip(&answers) {
+                assert_eq!(answer, plain, "{case} {mode} seed {seed}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_batch_gives_what_its_sequences_give_alone() {
     let case = "01_llama_gqa_tied";
     let long = reference(case).question;

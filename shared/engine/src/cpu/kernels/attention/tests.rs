@@ -1,6 +1,8 @@
 use super::*;
 use crate::kv_cache::BlockPool;
 
+mod single_queries;
+
 fn noise(n: usize, seed: usize) -> Vec<f32> {
     (0..n)
         .map(|i| (((i + seed * 31) * 2_654_435_761) % 2_000) as f32 / 1_000.0 - 1.0)

@@ -1,5 +1,9 @@
+use super::super::packed::Packer;
 use super::*;
-use treespec_checkpoint::{MatrixFormat, StoredMatrix};
+use crate::Precision;
+use treespec_checkpoint::StoredMatrix;
+
+mod stored;
 
 fn ramp(n: usize, scale: f32) -> Vec<f32> {
     (0..n)
@@ -7,14 +11,32 @@ fn ramp(n: usize, scale: f32) -> Vec<f32> {
         .collect()
 }
 
+fn pack(precision: Precision, isa: Isa, matrix: StoredMatrix) -> PackedLinear {
+    Packer::new(precision, isa).pack(matrix).unwrap()
+}
+
 fn packed(weights: &[f32], depth: usize) -> PackedLinear {
-    PackedLinear::pack(&StoredMatrix::from_f32(weights, depth))
+    let matrix = StoredMatrix::from_f32(weights, depth);
+    pack(Precision::F32, Isa::Portable, matrix)
+}
+
+fn multiply(
+    isa: Isa,
+    threads: usize,
+    x: &[f32],
+    w: &PackedLinear,
+    out: &mut [f32],
+    epilogue: Epilogue,
+) {
+    let mut pool = ThreadPool::new(threads).unwrap();
+    let mut scratch = InputScratch::default();
+    let input = scratch.encode(&mut pool, isa, x, x.len() / w.depth(), w);
+    linear(&mut pool, isa, &input, w, out, epilogue);
 }
 
 fn run(isa: Isa, threads: usize, x: &[f32], rows: usize, w: &PackedLinear) -> Vec<f32> {
     let mut out = vec![0.0; rows * w.columns()];
-    let mut pool = ThreadPool::new(threads).unwrap();
-    linear(&mut pool, isa, x, rows, w, &mut out, Epilogue::Store);
+    multiply(isa, threads, x, w, &mut out, Epilogue::Store);
     out
 }
 
@@ -23,7 +45,7 @@ fn equals_the_definition_on_every_instruction_set() {
     let (columns, depth, rows) = (70, 45, 13);
     let (w, x) = (ramp(columns * depth, 2.0), ramp(rows * depth, 3.0));
     let packed = packed(&w, depth);
-    for isa in available() {
+    for isa in Isa::available() {
         let out = run(isa, 2, &x, rows, &packed);
         for (i, y) in out.iter().enumerate() {
             let (r, c) = (i / columns, i % columns);
@@ -40,7 +62,7 @@ fn a_row_has_the_same_bits_alone_and_in_any_batch() {
     let (columns, depth) = (96, 64);
     let packed = packed(&ramp(columns * depth, 2.0), depth);
     let x = ramp(300 * depth, 3.0);
-    for isa in available() {
+    for isa in Isa::available() {
         let all = run(isa, 2, &x, 300, &packed);
         for rows in [1, 2, 5, 17, 65] {
             assert_eq!(
@@ -55,8 +77,7 @@ fn a_row_has_the_same_bits_alone_and_in_any_batch() {
 fn fused_instruction_sets_give_the_same_bits() {
     let packed = packed(&ramp(64 * 100, 2.0), 100);
     let x = ramp(7 * 100, 3.0);
-    let fused: Vec<_> = available()
-        .into_iter()
+    let fused: Vec<_> = Isa::available()
         .filter(|isa| *isa != Isa::Portable)
         .map(|isa| run(isa, 1, &x, 7, &packed))
         .collect();
@@ -71,75 +92,28 @@ fn swiglu_and_residual_epilogues() {
         ramp(half * depth, 1.0),
         ramp(rows * depth, 2.0),
     );
-    let gate_up = PackedLinear::pack_gate_up(
-        &StoredMatrix::from_f32(&gate, depth),
-        &StoredMatrix::from_f32(&up, depth),
-    );
+    let gate_up = Packer::new(Precision::F32, Isa::Portable)
+        .pack_gate_up(
+            StoredMatrix::from_f32(&gate, depth),
+            StoredMatrix::from_f32(&up, depth),
+        )
+        .unwrap();
     let dot = |w: &[f32], r: usize, c: usize| -> f32 {
         (0..depth)
             .map(|k| x[r * depth + k] * w[c * depth + k])
             .sum()
     };
-    for isa in available() {
+    for isa in Isa::available() {
         let mut out = vec![0.0; rows * half];
-        let mut pool = ThreadPool::new(2).unwrap();
-        linear(
-            &mut pool,
-            isa,
-            &x,
-            rows,
-            &gate_up,
-            &mut out,
-            Epilogue::SwiGlu,
-        );
+        multiply(isa, 2, &x, &gate_up, &mut out, Epilogue::SwiGlu);
         for (i, y) in out.iter().enumerate() {
             let (g, u) = (dot(&gate, i / half, i % half), dot(&up, i / half, i % half));
             assert!((g / (1.0 + (-g).exp()) * u - y).abs() < 1e-5, "{isa:?}");
         }
         let plain = packed(&gate, depth);
         let mut out = vec![1.0; rows * half];
-        linear(&mut pool, isa, &x, rows, &plain, &mut out, Epilogue::AddTo);
+        multiply(isa, 2, &x, &plain, &mut out, Epilogue::AddTo);
         assert!((out[half] - 1.0 - dot(&gate, 1, 0)).abs() < 1e-5);
-    }
-}
-
-/// Random stored bytes with sane scales.
-fn stored(format: MatrixFormat, rows: usize, columns: usize) -> StoredMatrix {
-    let width = format.row_bytes(columns).unwrap();
-    let block = width / (columns / MatrixFormat::BLOCK);
-    let bytes = (0..rows * width)
-        .map(|i| match (format, i % block) {
-            (MatrixFormat::Bf16, at) if at % 2 == 1 => 0x3d,
-            // The upper byte of an f16 near 0.01.
-            (MatrixFormat::Q8_0 | MatrixFormat::Q4_1, 1) => 0x21,
-            (MatrixFormat::Q4_1, 3) => 0xa3,
-            _ => ((i * 2_654_435_761) >> 7) as u8,
-        })
-        .collect();
-    StoredMatrix::new(format, [rows, columns], bytes).unwrap()
-}
-
-#[test]
-fn stored_formats_give_the_bits_of_their_f32_values() {
-    let (columns, depth) = (70, 96);
-    for format in [MatrixFormat::Bf16, MatrixFormat::Q8_0, MatrixFormat::Q4_1] {
-        let matrix = stored(format, columns, depth);
-        let values: Vec<f32> = (0..columns).flat_map(|row| matrix.row_f32(row)).collect();
-        let (own, widened) = (PackedLinear::pack(&matrix), packed(&values, depth));
-        for isa in available() {
-            for rows in [1, 2, 5, 12, 13, 17] {
-                let x = ramp(rows * depth, 3.0);
-                let expected = run(isa, 1, &x, rows, &widened);
-                assert_eq!(
-                    run(isa, 2, &x, rows, &own),
-                    expected,
-                    "{format:?} {isa:?} {rows}"
-                );
-            }
-        }
-        let mut row = vec![0.0; depth];
-        own.copy_row(69, &mut row);
-        assert_eq!(row, matrix.row_f32(69), "{format:?}");
     }
 }
 
@@ -150,14 +124,4 @@ fn copies_the_original_row() {
     let mut row = [0.0; 7];
     packed.copy_row(41, &mut row);
     assert_eq!(row, w[41 * 7..42 * 7]);
-}
-
-fn available() -> Vec<Isa> {
-    let mut all = vec![Isa::Portable];
-    match Isa::detect() {
-        Isa::Avx512 => all.extend([Isa::Avx2, Isa::Avx512]),
-        Isa::Avx2 => all.push(Isa::Avx2),
-        Isa::Portable => {}
-    }
-    all
 }
