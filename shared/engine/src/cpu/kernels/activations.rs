@@ -104,31 +104,31 @@ unsafe fn integer_tile<L: IntegerLanes>(
         // SAFETY: the caller's contract.
         let spoiler = unsafe { spoiler::<L>(blocks) };
         for (x, words) in blocks.iter().zip(words.chunks_exact_mut(block_words)) {
-            // SAFETY: the caller's contract.
-            let block = unsafe { QuantisedBlock::<L>::of(x) };
-            for (quad, bytes) in block.quants.as_chunks::<4>().0.iter().enumerate() {
-                words[quad * rows + row] = i32::from_ne_bytes(*bytes);
-            }
-            let scale = block.scale + spoiler;
-            words[QUADS * rows + row] = scale.to_bits().cast_signed();
-            let corrections = &mut words[(QUADS + 1) * rows..];
-            // SAFETY: the caller's contract.
+            // SAFETY: the caller's contract; a block's words are `rows` columns of `QUADS + 1 + correction.words()`.
             unsafe {
+                let block = QuantisedBlock::<L>::of(x);
+                let column = words.as_mut_ptr().add(row);
+                for (quad, bytes) in block.quants.as_chunks::<4>().0.iter().enumerate() {
+                    *column.add(quad * rows) = i32::from_ne_bytes(*bytes);
+                }
+                let scale = block.scale + spoiler;
+                *column.add(QUADS * rows) = scale.to_bits().cast_signed();
+                let corrections = column.add((QUADS + 1) * rows);
                 match correction {
                     Correction::Minimum => {
                         let sum = scale * block.sum() as f32;
-                        corrections[row] = sum.to_bits().cast_signed();
+                        *corrections = sum.to_bits().cast_signed();
                     }
                     Correction::Centre { centre: 128, .. } => {
-                        corrections[row] = L::uncentred(-128 * block.sum());
+                        *corrections = L::uncentred(-128 * block.sum());
                     }
                     Correction::Centre { centre, groups: 1 } => {
-                        corrections[row] = -centre * block.sum();
+                        *corrections = -centre * block.sum();
                     }
                     Correction::Centre { centre, .. } => {
                         let [low, high] = block.half_sums();
-                        corrections[row] = -centre * low;
-                        corrections[rows + row] = -centre * high;
+                        *corrections = -centre * low;
+                        *corrections.add(rows) = -centre * high;
                     }
                 }
             }

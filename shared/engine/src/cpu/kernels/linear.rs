@@ -202,7 +202,7 @@ fn all_panels(
 /// Panels that a thread takes at a time: a few times for each thread, so that a slow one is helped out, and as often
 /// for one as for another.
 fn grain(panels: usize, threads: usize) -> usize {
-    const MOST_TURNS: usize = 8;
+    const MOST_TURNS: usize = 4;
     (1..=MOST_TURNS)
         .rev()
         .map(|turns| panels.div_ceil(threads * turns).max(1))
