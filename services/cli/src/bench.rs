@@ -6,7 +6,9 @@ mod gpu;
 mod kernels;
 mod mode_table;
 mod parity;
+mod precision;
 mod prompts;
+mod questions;
 mod reference;
 mod report;
 mod run_log;
@@ -36,6 +38,8 @@ pub(crate) enum BenchCommand {
     Engine(engine::EngineArgs),
     /// Milliseconds of a target's step by its number of rows, in this process
     Step(step::StepArgs),
+    /// What rounding activations changes on a CPU: perplexity and choices against f32, by precision and instruction set
+    Precision(precision::PrecisionArgs),
     /// Microseconds from a drafter's hidden rows to a tree on a GPU, by the size of the vocabulary
     Topk(topk::TopkArgs),
     /// Token ids and accepted counts against a reference file, over a cluster; exit status 1 on a difference
@@ -51,6 +55,7 @@ pub(crate) async fn run(command: BenchCommand) -> Result<ExitCode> {
         BenchCommand::Sweep(args) => sweep::run(args).await.map(|()| ExitCode::SUCCESS),
         BenchCommand::Engine(args) => engine::run(args).await.map(|()| ExitCode::SUCCESS),
         BenchCommand::Step(args) => step::run(&args).map(|()| ExitCode::SUCCESS),
+        BenchCommand::Precision(args) => precision::run(&args).map(|()| ExitCode::SUCCESS),
         BenchCommand::Topk(args) => topk::run(&args).map(|()| ExitCode::SUCCESS),
         BenchCommand::Parity(args) => {
             let equal = parity::run(args).await?;

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, ensure};
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
 use treespec_engine::{
     Backend, BlockPool, BlockTable, ForwardOutput, HeadRequest, HeadRow, RowBatch, RowShape,
-    SequenceRows, StepBatch, TargetOptions, TreeRows,
+    ScoredToken, SequenceRows, StepBatch, TargetOptions, TreeRows,
 };
 use treespec_tree::TokenTree;
 
@@ -87,6 +87,40 @@ impl LocalTarget {
         }
         let last = last.context("there are no tokens to run")?;
         Ok((last, rows))
+    }
+
+    /// What the target says after every token of `text` but the last, from token `from` on: the best token, and the
+    /// log-probability of the one that follows. Forgets what was kept.
+    ///
+    /// # Errors
+    /// An unknown token, or a text beyond the context.
+    pub(crate) fn score_text(&mut self, text: &[u32], from: usize) -> Result<Vec<ScoredToken>> {
+        self.committed = 0;
+        let mut scored = Vec::new();
+        for chunk in text.chunks(PREFILL_CHUNK) {
+            let start = self.committed;
+            let head: Vec<_> = (start..start + chunk.len())
+                .map(|position| {
+                    let next = text.get(position + 1).filter(|_| position + 1 >= from);
+                    next.map(|&token| HeadRequest {
+                        top_k: 1,
+                        normaliser: true,
+                        gather: Some(token),
+                    })
+                })
+                .collect();
+            let output = self.forward(chunk, RowShape::Chain, &head, false)?;
+            self.committed += chunk.len();
+            for row in output.head {
+                let best = row.top.first().context("the target chose no token")?.token;
+                let logit = row.gathered.context("the target left out a logit")?;
+                scored.push(ScoredToken {
+                    token: best,
+                    score: logit - row.log_normaliser,
+                });
+            }
+        }
+        Ok(scored)
     }
 
     /// The `top_k` best tokens (all at most) after every node of `tree`, whose root is the token after the kept ones.

@@ -4,7 +4,6 @@
 mod against_reference;
 mod decoding;
 mod draft_mode;
-mod questions;
 
 use std::{
     num::NonZeroUsize,
@@ -22,13 +21,13 @@ use self::{
     against_reference::AgainstReference,
     decoding::Decoder,
     draft_mode::{draft_shape, most_nodes},
-    questions::{Question, Questions},
 };
 use super::{
     figures::{ModeFigures, Run},
     gpu::Gpu,
     mode_table::mode_table,
     progress_bar,
+    questions::{self, Question, Questions},
     report::Report,
     run_log::{Measured, RunLog},
 };
@@ -314,14 +313,14 @@ fn warm_up(
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::fs;
 
     use serde_json::Value;
 
     use super::*;
 
-    pub(super) fn fixture(path: &str) -> PathBuf {
+    pub(in crate::bench) fn fixture(path: &str) -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("../../tests/fixtures")
             .join(path)

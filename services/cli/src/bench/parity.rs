@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
+use treespec_engine::Precision;
 
 use super::{
     greedy_request, progress_bar,
@@ -83,7 +84,10 @@ impl ModeOutcome {
 ///
 /// # Errors
 /// A bad reference file, a cluster that fails, or a status of the service.
-pub(crate) async fn run(args: ParityArgs) -> Result<bool> {
+pub(crate) async fn run(mut args: ParityArgs) -> Result<bool> {
+    // The reference is in f32: an own cluster computes like that unless told otherwise.
+    let models = &mut args.connection.cluster.models;
+    models.cpu_precision.get_or_insert(Precision::F32);
     let mut prompts = reference::read(&args.reference)?;
     prompts.truncate(args.limit.unwrap_or(usize::MAX));
     ensure!(!prompts.is_empty(), "there are no prompts to compare");

@@ -117,6 +117,11 @@ impl ReferencePrompt {
         limit.map_or(room, |limit| limit.min(room))
     }
 
+    /// The answer.
+    pub(super) fn token_ids(&self) -> &[u32] {
+        &self.token_ids
+    }
+
     /// Compares the answer of at most `max_tokens` tokens in `mode`.
     pub(super) fn compare(
         &self,

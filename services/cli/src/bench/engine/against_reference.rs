@@ -6,9 +6,12 @@ use std::collections::HashMap;
 use anyhow::Result;
 use serde::Serialize;
 
-use super::{decoding::Decoder, questions::Question};
+use super::decoding::Decoder;
 use crate::{
-    bench::reference::{Difference, ReferencePrompt},
+    bench::{
+        questions::Question,
+        reference::{Difference, ReferencePrompt},
+    },
     mode::Mode,
 };
 

@@ -11,8 +11,11 @@ use treespec_engine::{
 use treespec_sampling::SamplingParams;
 use treespec_tree::TokenTree;
 
-use super::{draft_mode::most_nodes, questions::Question};
-use crate::bench::figures::{ByStage, Cost};
+use super::draft_mode::most_nodes;
+use crate::bench::{
+    figures::{ByStage, Cost},
+    questions::Question,
+};
 
 /// Rows of one prefill forward, as the verify service chooses them.
 const PREFILL_CHUNK: usize = 128;

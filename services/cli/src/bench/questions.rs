@@ -1,11 +1,11 @@
-//! What `bench engine` asks: prompts as token ids, since there is no service to render them.
+//! What benchmarks without services ask: prompts as token ids, since there is nobody else to render them.
 
 use std::path::Path;
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use treespec_checkpoint::{ChatMessage, ChatTemplate, TextTokenizer};
 
-use crate::bench::{prompts, reference, reference::ReferencePrompt};
+use super::{prompts, reference, reference::ReferencePrompt};
 
 /// Tokens of an answer at most, where neither a flag nor a reference says it.
 pub(super) const DEFAULT_MAX_TOKENS: u32 = 128;
