@@ -6,16 +6,17 @@
 use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread::{self, JoinHandle};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle, Thread};
 
 /// Polls before a worker sleeps inside a forward: some 100 µs, longer than nearly any gap.
 const SPINS: usize = 4_000;
 /// Polls after a forward before a worker sleeps: long enough for the next model's forward of the same step to begin.
 const SPINS_AT_REST: usize = 1_000;
-/// Polls before a waiting thread offers its core to one that has none.
-const SPINS_BEFORE_YIELD: usize = 200;
+/// Polls before the caller sleeps until the workers are done. One that lost its core can then take the caller's, which
+/// it could not while the caller waits awake, or merely yields.
+const CALLER_SPINS: usize = 2_000;
 
 type Section<'a> = &'a (dyn Fn(usize) + Sync);
 
@@ -24,6 +25,9 @@ struct Shared {
     epoch: AtomicUsize,
     section: UnsafeCell<Option<Section<'static>>>,
     running: AtomicUsize,
+    /// Set while the caller sleeps; the last worker wakes it.
+    caller_sleeps: AtomicBool,
+    caller: Mutex<Option<Thread>>,
     panicked: AtomicBool,
     /// Whether a forward is under way, so that waiting awake is worth it.
     awake: AtomicBool,
@@ -50,6 +54,8 @@ impl ThreadPool {
             epoch: AtomicUsize::new(0),
             section: UnsafeCell::new(None),
             running: AtomicUsize::new(0),
+            caller_sleeps: AtomicBool::new(false),
+            caller: Mutex::new(None),
             panicked: AtomicBool::new(false),
             awake: AtomicBool::new(false),
             stop: AtomicBool::new(false),
@@ -109,11 +115,7 @@ impl ThreadPool {
             worker.thread().unpark();
         }
         let own = catch_unwind(AssertUnwindSafe(|| section(0)));
-        let mut spins = 0;
-        while shared.running.load(Ordering::Acquire) > 0 {
-            spins += 1;
-            wait(spins);
-        }
+        shared.wait_for_workers();
         if let Err(panic) = own {
             std::panic::resume_unwind(panic);
         }
@@ -147,12 +149,39 @@ impl ThreadPool {
     }
 }
 
-/// One poll of a waiting thread, its `spins`-th.
-fn wait(spins: usize) {
-    if spins.is_multiple_of(SPINS_BEFORE_YIELD) {
-        thread::yield_now();
-    } else {
-        std::hint::spin_loop();
+impl Shared {
+    /// Returns when no worker runs the section any more.
+    fn wait_for_workers(&self) {
+        for _ in 0..CALLER_SPINS {
+            if self.running.load(Ordering::Acquire) == 0 {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+        *self.caller() = Some(thread::current());
+        // Either this store comes before the last worker's look at it, or its count is seen here.
+        self.caller_sleeps.store(true, Ordering::SeqCst);
+        while self.running.load(Ordering::SeqCst) > 0 {
+            thread::park();
+        }
+        self.caller_sleeps.store(false, Ordering::Relaxed);
+    }
+
+    /// A worker is done with the section.
+    fn finish(&self) {
+        let last = self.running.fetch_sub(1, Ordering::SeqCst) == 1;
+        if last
+            && self.caller_sleeps.load(Ordering::SeqCst)
+            && let Some(caller) = &*self.caller()
+        {
+            caller.unpark();
+        }
+    }
+
+    /// The thread that sleeps, or slept last.
+    fn caller(&self) -> MutexGuard<'_, Option<Thread>> {
+        // Nothing panics while it is held.
+        self.caller.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -170,7 +199,7 @@ fn work(shared: &Shared, index: usize) {
                 false => SPINS_AT_REST,
             };
             if spins < most {
-                wait(spins);
+                std::hint::spin_loop();
             } else {
                 // `unpark` leaves a token when it comes first, so no start is missed.
                 thread::park();
@@ -185,7 +214,7 @@ fn work(shared: &Shared, index: usize) {
         {
             shared.panicked.store(true, Ordering::Relaxed);
         }
-        shared.running.fetch_sub(1, Ordering::Release);
+        shared.finish();
     }
 }
 
@@ -203,7 +232,6 @@ impl Drop for ThreadPool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Mutex;
 
     #[test]
     fn every_item_is_done_once() {
@@ -218,6 +246,21 @@ mod tests {
                 done.into_inner().unwrap().iter().all(|&n| n == 1),
                 "round {round}"
             );
+        }
+    }
+
+    #[test]
+    fn a_caller_that_fell_asleep_is_woken() {
+        let mut pool = ThreadPool::new(3).unwrap();
+        for _ in 0..3 {
+            let late = AtomicUsize::new(0);
+            pool.run(&|index| {
+                if index > 0 {
+                    thread::sleep(std::time::Duration::from_millis(5));
+                    late.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            assert_eq!(late.into_inner(), 2);
         }
     }
 
