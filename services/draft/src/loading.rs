@@ -34,7 +34,6 @@ pub fn load(config: &Config, announcer: &Announcer) -> Result<LoadedDrafter, Err
         context_window: config.context_window,
         max_contexts: config.max_sequences,
         with_head: !config.no_head,
-        ..DrafterOptions::default()
     };
     let mut reporter = LoadReporter::new(announcer.clone(), &drafter.label());
     let drafter = load_drafter(

@@ -69,7 +69,6 @@ pub(crate) fn run(args: &DraftArgs) -> Result<()> {
         context_window: tokens.len(),
         max_contexts: 1,
         with_head: true,
-        ..Default::default()
     };
     let mut drafter = treespec_draft::load_drafter(
         args.models.device.unwrap_or_default(),

@@ -3,9 +3,15 @@
 //! An integer sum is exact, so its order does not matter; the blocks of a row are added in f32 in ascending order,
 //! whatever the number of rows. That makes a row's bits independent of its neighbours, as in f32.
 
+use std::marker::PhantomData;
+
 use super::activations::Correction;
-use super::lanes::{Bf16Lanes, IntegerLanes, LANES};
-use super::panel::{BLOCK, BlockFormat, PANEL, QUADS, VECTOR};
+#[cfg(target_arch = "x86_64")]
+use super::lanes::Bf16Lanes;
+use super::lanes::{IntegerLanes, LANES, Lanes};
+#[cfg(target_arch = "x86_64")]
+use super::panel::VECTOR;
+use super::panel::{BLOCK, BlockFormat, PANEL, QUADS};
 
 /// Most rows of a tile, on any instruction set.
 pub(super) const MAX_INTEGER_ROWS: usize = 10;
@@ -29,13 +35,65 @@ pub(super) fn correction<F: BlockFormat>() -> Correction {
     }
 }
 
-/// One panel times `rows` rows at `x`. `first` says that the panel comes from memory, not from an earlier tile.
-///
+/// The tiles of one arithmetic.
+pub(super) trait TileKernel<L: Lanes> {
+    /// One panel times `rows` rows at `x`. `first` says that the panel comes from memory, not from an earlier tile.
+    ///
+    /// # Safety
+    /// The processor has the lanes' instruction set, `panel` is a panel of the kernel's format and of `depth` inputs, `x`
+    /// a tile of activations for it.
+    unsafe fn tile_rows(
+        panel: *const u8,
+        depth: usize,
+        x: *const i32,
+        rows: usize,
+        first: bool,
+        out: &mut TileValues,
+    );
+}
+
+/// Blocks of whole numbers.
+pub(super) struct BlockTiles<F>(PhantomData<F>);
+
+impl<L: IntegerLanes, F: BlockFormat> TileKernel<L> for BlockTiles<F> {
+    #[inline(always)]
+    unsafe fn tile_rows(
+        panel: *const u8,
+        depth: usize,
+        x: *const i32,
+        rows: usize,
+        first: bool,
+        out: &mut TileValues,
+    ) {
+        // SAFETY: the trait's contract.
+        unsafe { block_tile_rows::<L, F>(panel, depth, x, rows, first, out) }
+    }
+}
+
+/// Pairs of bfloat16.
+#[cfg(target_arch = "x86_64")]
+pub(super) struct Bf16Tiles;
+
+#[cfg(target_arch = "x86_64")]
+impl<L: Bf16Lanes> TileKernel<L> for Bf16Tiles {
+    #[inline(always)]
+    unsafe fn tile_rows(
+        panel: *const u8,
+        depth: usize,
+        x: *const i32,
+        rows: usize,
+        first: bool,
+        out: &mut TileValues,
+    ) {
+        // SAFETY: the trait's contract.
+        unsafe { bf16_tile_rows::<L>(panel, depth, x, rows, first, out) }
+    }
+}
+
 /// # Safety
-/// The processor has the lanes' instruction set, `panel` is a panel of this format and of `depth` inputs, `x` a tile of
-/// activations for it.
+/// As [`TileKernel::tile_rows`].
 #[inline(always)]
-pub(super) unsafe fn tile_rows<L: IntegerLanes, F: BlockFormat>(
+unsafe fn block_tile_rows<L: IntegerLanes, F: BlockFormat>(
     panel: *const u8,
     depth: usize,
     x: *const i32,
@@ -63,7 +121,7 @@ pub(super) unsafe fn tile_rows<L: IntegerLanes, F: BlockFormat>(
 }
 
 /// # Safety
-/// As [`tile_rows`].
+/// As [`TileKernel::tile_rows`].
 #[inline(always)]
 unsafe fn tile<L: IntegerLanes, F: BlockFormat, const ROWS: usize>(
     panel: *const u8,
@@ -87,7 +145,7 @@ unsafe fn tile<L: IntegerLanes, F: BlockFormat, const ROWS: usize>(
 /// `HALVES` halves of the panel, from half `from` on.
 ///
 /// # Safety
-/// As [`tile_rows`].
+/// As [`TileKernel::tile_rows`].
 #[inline(always)]
 unsafe fn halves<L: IntegerLanes, F: BlockFormat, const ROWS: usize, const HALVES: usize>(
     panel: *const u8,
@@ -170,7 +228,7 @@ unsafe fn start<L: IntegerLanes, F: BlockFormat, const ROWS: usize, const HALVES
 /// Eight inputs.
 ///
 /// # Safety
-/// As [`tile_rows`]; `x` is a block of the tile.
+/// As [`TileKernel::tile_rows`]; `x` is a block of the tile.
 #[inline(always)]
 unsafe fn add_pair<
     L: IntegerLanes,
@@ -208,7 +266,7 @@ unsafe fn add_pair<
 /// Adds the scaled sums of a group of a block, and with the last group the block's minima.
 ///
 /// # Safety
-/// As [`tile_rows`]; `x` is a block of the tile.
+/// As [`TileKernel::tile_rows`]; `x` is a block of the tile.
 #[inline(always)]
 unsafe fn scale<L: IntegerLanes, F: BlockFormat, const ROWS: usize, const HALVES: usize>(
     header: *const u8,
@@ -236,12 +294,11 @@ unsafe fn scale<L: IntegerLanes, F: BlockFormat, const ROWS: usize, const HALVES
     }
 }
 
-/// One bfloat16 panel times `rows` rows of bfloat16 at `x`.
-///
 /// # Safety
-/// As [`tile_rows`], for a bfloat16 panel.
+/// As [`TileKernel::tile_rows`].
+#[cfg(target_arch = "x86_64")]
 #[inline(always)]
-pub(super) unsafe fn bf16_tile_rows<L: Bf16Lanes>(
+unsafe fn bf16_tile_rows<L: Bf16Lanes>(
     panel: *const u8,
     depth: usize,
     x: *const i32,
@@ -262,7 +319,8 @@ pub(super) unsafe fn bf16_tile_rows<L: Bf16Lanes>(
 }
 
 /// # Safety
-/// As [`bf16_tile_rows`].
+/// As [`TileKernel::tile_rows`].
+#[cfg(target_arch = "x86_64")]
 #[inline(always)]
 unsafe fn bf16_tile<L: Bf16Lanes, const ROWS: usize>(
     panel: *const u8,

@@ -8,10 +8,10 @@ use treespec_checkpoint::MatrixFormat;
 use super::activations::{Encoding, encode};
 use super::even_tiles::EvenTiles;
 use super::float::{Bf16Panel, F32Panel, panel_rows};
-use super::integer::{MAX_INTEGER_ROWS, TileValues, bf16_tile_rows, correction, tile_rows};
+use super::integer::{BlockTiles, MAX_INTEGER_ROWS, TileKernel, TileValues, correction};
 use super::lanes::{IntegerLanes, LANES, Lanes};
 use super::packed::{Arithmetic, PackedLinear, Part};
-use super::panel::{BlockFormat, PANEL, Q4_0, Q4_1, Q4K, Q6K, Q8_0};
+use super::panel::{PANEL, Q4_0, Q4_1, Q4K, Q6K, Q8_0};
 use super::pool::ThreadPool;
 use super::{Isa, SharedMut, dispatch, dispatch_bf16, dispatch_integer};
 
@@ -344,41 +344,13 @@ unsafe fn integer_panels<L: IntegerLanes>(
     // SAFETY: the caller's contract; the panels have the part's format.
     unsafe {
         match pass.part.format {
-            MatrixFormat::Q4_0 => format_panels::<L, Q4_0>(pass, words, rows, out),
-            MatrixFormat::Q4_1 => format_panels::<L, Q4_1>(pass, words, rows, out),
-            MatrixFormat::Q8_0 => format_panels::<L, Q8_0>(pass, words, rows, out),
-            MatrixFormat::Q4_K => format_panels::<L, Q4K>(pass, words, rows, out),
-            MatrixFormat::Q6_K => format_panels::<L, Q6K>(pass, words, rows, out),
+            MatrixFormat::Q4_0 => encoded_panels::<L, BlockTiles<Q4_0>>(pass, words, rows, out),
+            MatrixFormat::Q4_1 => encoded_panels::<L, BlockTiles<Q4_1>>(pass, words, rows, out),
+            MatrixFormat::Q8_0 => encoded_panels::<L, BlockTiles<Q8_0>>(pass, words, rows, out),
+            MatrixFormat::Q4_K => encoded_panels::<L, BlockTiles<Q4K>>(pass, words, rows, out),
+            MatrixFormat::Q6_K => encoded_panels::<L, BlockTiles<Q6K>>(pass, words, rows, out),
             MatrixFormat::F32 | MatrixFormat::Bf16 => {
                 unreachable!("floating-point weights are not multiplied in integers")
-            }
-        }
-    }
-}
-
-/// # Safety
-/// As [`integer_panels`], for panels of format `F`.
-#[inline(always)]
-unsafe fn format_panels<L: IntegerLanes, F: BlockFormat>(
-    pass: PartPass<'_>,
-    words: &[i32],
-    rows: usize,
-    out: &Output<'_>,
-) {
-    let row_words = words.len() / rows;
-    let mut values: TileValues = [[0.0; PANEL]; MAX_INTEGER_ROWS];
-    for panel in pass.from..pass.to {
-        let place = PanelPlace::new(pass.part, panel, out.epilogue);
-        let weights = pass.part.panel(panel - pass.part.first_panel).as_ptr();
-        for tile in EvenTiles::new(rows, L::INTEGER_ROWS).iter() {
-            let x = words[tile.start * row_words..].as_ptr();
-            let first = tile.start == 0;
-            // SAFETY: the caller's contract.
-            unsafe {
-                tile_rows::<L, F>(weights, pass.depth, x, tile.len(), first, &mut values);
-                for (row, values) in tile.zip(&values) {
-                    out.finish::<L>(values, row, place);
-                }
             }
         }
     }
@@ -394,6 +366,19 @@ unsafe fn bf16_panels<L: super::lanes::Bf16Lanes + IntegerLanes>(
     rows: usize,
     out: &Output<'_>,
 ) {
+    // SAFETY: the caller's contract.
+    unsafe { encoded_panels::<L, super::integer::Bf16Tiles>(pass, words, rows, out) }
+}
+
+/// # Safety
+/// As [`integer_panels`], for panels that the kernel `K` reads.
+#[inline(always)]
+unsafe fn encoded_panels<L: IntegerLanes, K: TileKernel<L>>(
+    pass: PartPass<'_>,
+    words: &[i32],
+    rows: usize,
+    out: &Output<'_>,
+) {
     let row_words = words.len() / rows;
     let mut values: TileValues = [[0.0; PANEL]; MAX_INTEGER_ROWS];
     for panel in pass.from..pass.to {
@@ -404,7 +389,7 @@ unsafe fn bf16_panels<L: super::lanes::Bf16Lanes + IntegerLanes>(
             let first = tile.start == 0;
             // SAFETY: the caller's contract.
             unsafe {
-                bf16_tile_rows::<L>(weights, pass.depth, x, tile.len(), first, &mut values);
+                K::tile_rows(weights, pass.depth, x, tile.len(), first, &mut values);
                 for (row, values) in tile.zip(&values) {
                     out.finish::<L>(values, row, place);
                 }
