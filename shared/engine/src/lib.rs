@@ -27,8 +27,8 @@ pub mod verification;
 pub use backend::{Backend, ForwardOutput, LoadProgress, TargetSpec};
 pub use batch::{HeadRequest, RowBatch, RowShape, SequenceRows};
 pub use cpu::{
-    CpuDrafter, CpuOptions, CpuTarget, DrafterOptions, Isa, Precision, TargetOptions, UnknownIsa,
-    UnknownPrecision,
+    CpuDrafter, CpuLimits, CpuOptions, CpuTarget, DrafterOptions, Isa, PackedWeights, Precision,
+    TargetOptions, TargetWeights, UnknownIsa, UnknownPrecision,
 };
 pub use device::{DeviceChoice, UnknownDevice};
 pub use draft_contexts::{DraftContext, DraftContexts};

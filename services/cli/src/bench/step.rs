@@ -1,5 +1,6 @@
 //! `treespec bench step`: what the verification of a tree costs by its number of rows.
 
+mod limits;
 mod shape;
 mod work;
 
@@ -7,9 +8,11 @@ use std::{num::NonZeroUsize, path::PathBuf, time::Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use serde::Serialize;
-use treespec_checkpoint::TargetConfig;
+use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint, TargetConfig};
+use treespec_engine::{Backend, CpuOptions, CpuTarget, TargetOptions};
 
 use self::{
+    limits::{Device, Limits, Shares},
     shape::{Shape, weight_bytes},
     work::{Work, token},
 };
@@ -71,24 +74,7 @@ struct StepConfig {
     context: u32,
     repetitions: u32,
     #[serde(flatten)]
-    bandwidth: Option<Bandwidth>,
-}
-
-/// What a step on a GPU can reach at best.
-#[derive(Debug, Clone, Copy, Serialize)]
-struct Bandwidth {
-    /// Bytes of the weights that a step reads.
-    weight_bytes: u64,
-    /// Bytes a second that a copy reads and writes, measured before and after the steps.
-    copy_bytes_per_second: Spread,
-}
-
-impl Bandwidth {
-    /// The share of the copy's rate at which a step of `milliseconds` reads the weights.
-    fn share(&self, milliseconds: f64) -> f64 {
-        let rate = ratio(self.weight_bytes as f64, milliseconds / 1e3);
-        ratio(rate, self.copy_bytes_per_second.median)
-    }
+    limits: Limits,
 }
 
 #[derive(Debug, Serialize)]
@@ -98,9 +84,8 @@ struct RowsResult {
     /// Against one row, where that is measured, too: the spread of the quotients of each repetition.
     #[serde(skip_serializing_if = "Option::is_none")]
     to_one_row: Option<Spread>,
-    /// Share of the copy's rate at which the weights are read.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    share_of_copy: Option<f64>,
+    #[serde(flatten)]
+    shares: Shares,
     /// The step by kind of kernel, from steps whose kernels were timed one by one.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     kernels: Vec<KernelClass>,
@@ -127,14 +112,9 @@ pub(crate) fn run(args: &StepArgs) -> Result<()> {
         .collect();
     subject.target.prefill(&prompt, false)?;
 
-    let copy_before = subject.copy_bandwidth()?;
-    let measured = subject.time(&works, args.repetitions)?;
-    let copies = copy_before.into_iter().chain(subject.copy_bandwidth()?);
-    let bandwidth = Spread::of(copies).map(|copy_bytes_per_second| Bandwidth {
-        weight_bytes: subject.weight_bytes,
-        copy_bytes_per_second,
-    });
-    let mut results = results(&args.rows, &measured, bandwidth.as_ref());
+    let device = subject.device.clone();
+    let (limits, measured) = device.around(|| subject.time(&works, args.repetitions))?;
+    let mut results = results(&works, &measured, &limits);
     for (result, work) in results.iter_mut().zip(&works) {
         result.kernels = subject.split(work)?;
     }
@@ -152,10 +132,10 @@ pub(crate) fn run(args: &StepArgs) -> Result<()> {
             threads: args.models.threads,
             context: args.context,
             repetitions: args.repetitions,
-            bandwidth,
+            limits,
         };
         Report::new("bench step", config, results)
-            .with_gpu(subject.gpu.map(|gpu| gpu.name()))
+            .with_gpu(device.gpu().map(Gpu::name))
             .write(path)?;
     }
     Ok(())
@@ -180,8 +160,7 @@ struct Subject {
     target: LocalTarget,
     label: String,
     features: bool,
-    gpu: Option<Gpu>,
-    weight_bytes: u64,
+    device: Device,
 }
 
 impl Subject {
@@ -195,8 +174,10 @@ impl Subject {
                 target: LocalTarget::new(gpu.random_target(&config, rows)?, rows)?,
                 label: format!("{} (random weights)", shape.name()),
                 features: false,
-                weight_bytes: weight_bytes(&config, None),
-                gpu: Some(gpu),
+                device: Device::Gpu {
+                    gpu,
+                    weight_bytes: weight_bytes(&config, None),
+                },
             });
         }
         let paths = args.models.resolve()?;
@@ -207,21 +188,21 @@ impl Subject {
             .transpose()?;
         let drafter = drafter.as_ref();
         let rows = args.cache_rows(&checkpoint.config)?;
-        let target = match &gpu {
-            Some(gpu) => LocalTarget::new(gpu.load_target(&checkpoint, drafter, rows)?, rows)?,
-            None => LocalTarget::load(&checkpoint, drafter, &args.models, rows)?,
+        let (backend, device) = match gpu {
+            Some(gpu) => {
+                let drafter_config = drafter.map(|one| &one.config);
+                let weight_bytes = weight_bytes(&checkpoint.config, drafter_config);
+                let backend = gpu.load_target(&checkpoint, drafter, rows)?;
+                (backend, Device::Gpu { gpu, weight_bytes })
+            }
+            None => load_on_cpu(&checkpoint, drafter, args.models.cpu()?, rows)?,
         };
         Ok(Self {
-            target,
+            target: LocalTarget::new(backend, rows)?,
             label: checkpoint.label(),
             features: drafter.is_some(),
-            gpu,
-            weight_bytes: weight_bytes(&checkpoint.config, drafter.map(|one| &one.config)),
+            device,
         })
-    }
-
-    fn copy_bandwidth(&self) -> Result<Option<f64>> {
-        self.gpu.as_ref().map(Gpu::copy_bandwidth).transpose()
     }
 
     fn run(&mut self, work: &Work) -> Result<()> {
@@ -249,7 +230,7 @@ impl Subject {
 
     /// The kernels of a step; none on a CPU.
     fn split(&mut self, work: &Work) -> Result<Vec<KernelClass>> {
-        let Some(gpu) = self.gpu.clone() else {
+        let Some(gpu) = self.device.gpu().cloned() else {
             return Ok(Vec::new());
         };
         let steps = (0..PROFILED_STEPS)
@@ -259,27 +240,40 @@ impl Subject {
     }
 }
 
-/// One result per number of rows, from milliseconds `[rows][repetition]`.
-fn results(
-    rows: &[usize],
-    measured: &[Vec<f64>],
-    bandwidth: Option<&Bandwidth>,
-) -> Vec<RowsResult> {
-    let one_row = rows.iter().position(|&rows| rows == 1);
+/// The target in the form that tells its weights.
+fn load_on_cpu(
+    checkpoint: &TargetCheckpoint,
+    drafter: Option<&DrafterCheckpoint>,
+    options: CpuOptions,
+    rows: usize,
+) -> Result<(Box<dyn Backend>, Device)> {
+    let target_options = TargetOptions {
+        cpu: options,
+        kv_tokens: rows,
+    };
+    let target = CpuTarget::load(checkpoint, drafter, &target_options, &mut |_| {})?;
+    let weights = target.weights();
+    Ok((Box::new(target), Device::Cpu { options, weights }))
+}
+
+/// One result per number of rows, from milliseconds `[work][repetition]`.
+fn results(works: &[Work], measured: &[Vec<f64>], limits: &Limits) -> Vec<RowsResult> {
+    let one_row = works.iter().position(|work| work.rows() == 1);
     let one_row = one_row.and_then(|index| measured.get(index));
-    rows.iter()
+    works
+        .iter()
         .zip(measured)
-        .filter_map(|(&rows, measured)| {
+        .filter_map(|(work, measured)| {
             let ms = Spread::of(measured.iter().copied())?;
             let quotients = |one_row: &Vec<f64>| {
                 let pairs = measured.iter().zip(one_row);
                 Spread::of(pairs.map(|(&own, &one)| ratio(own, one)))
             };
             Some(RowsResult {
-                rows,
+                rows: work.rows(),
                 ms,
                 to_one_row: one_row.and_then(quotients),
-                share_of_copy: bandwidth.map(|bandwidth| bandwidth.share(ms.median)),
+                shares: limits.shares(work, ms.median),
                 kernels: Vec::new(),
             })
         })
@@ -287,25 +281,30 @@ fn results(
 }
 
 fn table(results: &[RowsResult]) -> Table {
-    let mut table = Table::new(["rows", "ms", "min", "max", "ms/row", "/ 1 row", "of copy"]);
-    let or_dash = |cell: Option<String>| cell.unwrap_or_else(|| "-".to_owned());
+    let titles = ["rows", "ms", "min", "max", "ms/row", "/ 1 row"];
+    // All steps ran on one device, so they have the same columns.
+    let shares = results.first().map(|result| result.shares.columns());
+    let share_titles = shares.iter().flatten().map(|(title, _)| *title);
+    let mut table = Table::new(titles.into_iter().chain(share_titles));
     for result in results {
         let RowsResult { rows, ms, .. } = result;
         let to_one_row = result
             .to_one_row
             .map(|spread| format!("{:.3}", spread.median));
-        let share = result
-            .share_of_copy
-            .map(|share| format!("{:.1} %", share * 100.0));
-        table.row([
+        let shares = result.shares.columns().into_iter();
+        let cells = [
             rows.to_string(),
             milliseconds(ms.median),
             milliseconds(ms.min),
             milliseconds(ms.max),
             milliseconds(ms.median / *rows as f64),
-            or_dash(to_one_row),
-            or_dash(share),
-        ]);
+            to_one_row.unwrap_or_else(|| "-".to_owned()),
+        ];
+        table.row(
+            cells
+                .into_iter()
+                .chain(shares.map(|(_, share)| format!("{:.1} %", share * 100.0))),
+        );
     }
     table
 }
@@ -348,18 +347,29 @@ mod tests {
         }
     }
 
+    fn works(rows: [usize; 2]) -> Vec<Work> {
+        let works = rows.map(|rows| Work::new(rows, 560).unwrap());
+        works.into()
+    }
+
+    const LIMITS: Limits = Limits::Gpu {
+        weight_bytes: 4_000_000,
+        copy_bytes_per_second: Spread {
+            median: 4e9,
+            min: 4e9,
+            max: 4e9,
+        },
+    };
+
     #[test]
     fn rows_are_compared_with_one_row_of_the_same_repetition() {
-        let bandwidth = Bandwidth {
-            weight_bytes: 4_000_000,
-            copy_bytes_per_second: same(4e9),
-        };
         // The second repetition is slow as a whole.
         let measured = [vec![1.0, 2.0], vec![1.25, 2.5]];
-        let results = results(&[1, 16], &measured, Some(&bandwidth));
+        let results = results(&works([1, 16]), &measured, &LIMITS);
         assert_eq!(results[1].to_one_row, Some(same(1.25)));
         assert_eq!(results[0].ms.median, 1.5);
-        let share = results[0].share_of_copy.unwrap();
+        let (title, share) = results[0].shares.columns()[0];
+        assert_eq!(title, "of copy");
         assert!((share - 1.0 / 1.5).abs() < 1e-12, "{share}");
         let text = table(&results).render();
         assert!(text.contains("66.7 %"), "{text}");
@@ -374,7 +384,7 @@ mod tests {
             ms: same(ms),
             kernels: vec![],
         };
-        let mut results = results(&[1, 16], &[vec![1.0], vec![2.0]], None);
+        let mut results = results(&works([1, 16]), &[vec![1.0], vec![2.0]], &LIMITS);
         results[0].kernels = vec![kernel("linear", 0.75)];
         results[1].kernels = vec![kernel("linear", 1.0), kernel("attention", 0.5)];
         let text = kernel_table(&results).unwrap().render();

@@ -2,11 +2,11 @@
 
 use treespec_checkpoint::{CheckpointError, TensorSource};
 
-use super::Pass;
 use super::kernels::{
     AttentionShape, Epilogue, Heads, KvLayer, NormWeights, PackedLinear, Packer, RotaryRows,
     RowView, store_rows,
 };
+use super::{PackedWeights, Pass};
 use crate::EngineError;
 use crate::kv_cache::BlockId;
 
@@ -86,6 +86,14 @@ impl DecoderLayer {
             )?,
             down: packer.pack(matrix("mlp.down_proj", hidden, inner)?)?,
         })
+    }
+
+    /// What its linear layers take.
+    pub(super) fn weights(&self) -> PackedWeights {
+        [&self.qkv, &self.output, &self.gate_up, &self.down]
+            .map(PackedLinear::weights)
+            .into_iter()
+            .sum()
     }
 
     /// Runs the layer on `hidden`, `[rows, hidden]`, in place, and stores the rows' keys and values.

@@ -6,14 +6,18 @@ mod drafter;
 mod embedding;
 mod executor;
 mod kernels;
+mod limits;
 mod options;
+mod packed_weights;
 mod precision;
 mod target;
 
 pub use drafter::{CpuDrafter, DrafterOptions};
 pub use kernels::{Isa, UnknownIsa};
+pub use limits::CpuLimits;
 pub use options::CpuOptions;
+pub use packed_weights::PackedWeights;
 pub use precision::{Precision, UnknownPrecision};
-pub use target::{CpuTarget, TargetOptions};
+pub use target::{CpuTarget, TargetOptions, TargetWeights};
 
 use executor::{Executor, Pass};

@@ -1,8 +1,12 @@
 //! The target on the CPU.
 
+mod weights;
+
 use std::sync::Arc;
 
 use treespec_checkpoint::{Architecture, DrafterCheckpoint, TargetCheckpoint, TargetConfig};
+
+pub use self::weights::TargetWeights;
 
 use super::decoder::{DecoderLayer, LayerRows, LayerShape, Scratch};
 use super::embedding::VocabularyWeights;

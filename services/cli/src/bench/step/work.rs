@@ -39,6 +39,23 @@ impl Work {
         );
         Ok(Self::Tree(tree))
     }
+
+    /// Rows of the forward.
+    pub(super) fn rows(&self) -> usize {
+        match self {
+            Self::Tree(tree) => tree.len(),
+            Self::Prompt(tokens) => tokens.len(),
+        }
+    }
+
+    /// Rows that run through the head: the target chooses at every node of a tree, but only after the last token of a
+    /// prompt.
+    pub(super) fn head_rows(&self) -> usize {
+        match self {
+            Self::Tree(tree) => tree.len(),
+            Self::Prompt(_) => 1,
+        }
+    }
 }
 
 /// A best-first tree of at most `rows` nodes with its root, of the form that a drafter's log-probabilities give: deep along

@@ -194,11 +194,11 @@ macro_rules! dispatch_integer {
 
 /// Likewise for `unsafe fn name<L: Bf16Lanes>(args)`, on instruction sets that [`Isa::multiplies_bf16`] names.
 macro_rules! dispatch_bf16 {
-    ($isa:expr, $name:ident($($arg:ident: $ty:ty),* $(,)?)) => {{
+    ($isa:expr, $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)?) => {{
         use $crate::cpu::kernels::{Isa, lanes};
         #[cfg(target_arch = "x86_64")]
         #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx512bf16,avx2,fma,f16c")]
-        unsafe fn avx512($($arg: $ty),*) {
+        unsafe fn avx512($($arg: $ty),*) $(-> $ret)? {
             // SAFETY: the caller of `dispatch_bf16!` upholds the kernel's contract.
             unsafe { $name::<lanes::Avx512>($($arg),*) }
         }

@@ -13,6 +13,7 @@ mod head;
 mod integer;
 mod isa;
 mod lanes;
+mod limits;
 mod linear;
 mod pack_column;
 mod packed;
@@ -25,13 +26,14 @@ mod weight_memory;
 pub(crate) use attention::{AttentionShape, KvLayer, RowView, attend, store_rows};
 pub(crate) use head::{HeadPass, HeadScratch, select};
 pub use isa::{Isa, UnknownIsa};
+pub(crate) use limits::{Products, ReadProbe};
 pub(crate) use linear::{Epilogue, InputScratch, linear, linear_columns};
 pub(crate) use packed::{PackedLinear, Packer};
 pub(crate) use pointwise::{Heads, NormWeights, RotaryRows, rms_norm, rotate};
 pub(crate) use pool::ThreadPool;
 pub(crate) use sampling::RowSampling;
 
-use super::Precision;
+use super::{PackedWeights, Precision};
 use isa::{dispatch, dispatch_bf16, dispatch_integer};
 
 /// A mutable slice that several threads write at once, each its own part.

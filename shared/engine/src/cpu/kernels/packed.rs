@@ -9,7 +9,7 @@ use super::lanes::{LANES, Lanes};
 use super::pack_column::pack_column;
 use super::panel::{BLOCK, BlockFormat, PANEL, Q4_0, Q4_1, Q4K, Q6K, Q8_0, widen};
 use super::weight_memory::{WeightMemory, WeightRegion};
-use super::{Isa, Precision};
+use super::{Isa, PackedWeights, Precision};
 use crate::EngineError;
 
 /// A weight matrix `[columns, depth]` in panels of 32 output columns, so that one vector serves sixteen outputs. Parts
@@ -227,6 +227,24 @@ impl PackedLinear {
         self.depth
     }
 
+    /// What one pass over the matrix reads and multiplies.
+    pub(crate) fn weights(&self) -> PackedWeights {
+        let of_part = |part: &Part| {
+            let values = (part.columns * self.depth) as u64;
+            let mut weights = PackedWeights {
+                bytes: (part.panels * part.panel_bytes) as u64,
+                ..PackedWeights::default()
+            };
+            match part.arithmetic {
+                Arithmetic::Integer => weights.int8 = values,
+                Arithmetic::Bf16 => weights.bf16 = values,
+                Arithmetic::F32 => weights.f32 = values,
+            }
+            weights
+        };
+        self.parts.iter().map(of_part).sum()
+    }
+
     /// Panels of the matrix.
     pub(super) fn panels(&self) -> usize {
         self.parts
@@ -300,3 +318,35 @@ impl Part {
 }
 
 const _: () = assert!(BLOCK.is_multiple_of(2 * LANES));
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_count_by_their_products_and_bytes_with_padding() {
+        let (rows, depth) = (40, 64);
+        let float = || StoredMatrix::from_f32(&vec![1.0; rows * depth], depth);
+        let groups = || vec![vec![float().quantised_q8_0().unwrap()], vec![float()]];
+        let values = (rows * depth) as u64;
+        // Both parts are padded to two panels.
+        let bytes = 2 * (Q8_0::panel_bytes(depth) + depth * PANEL * size_of::<f32>()) as u64;
+
+        let mut packer = Packer::new(Precision::Quantised, Isa::Portable);
+        let quantised = PackedWeights {
+            bytes,
+            int8: values,
+            bf16: 0,
+            f32: values,
+        };
+        assert_eq!(packer.pack_groups(groups()).unwrap().weights(), quantised);
+
+        let mut packer = Packer::new(Precision::F32, Isa::Portable);
+        let widened = PackedWeights {
+            int8: 0,
+            f32: 2 * values,
+            ..quantised
+        };
+        assert_eq!(packer.pack_groups(groups()).unwrap().weights(), widened);
+    }
+}
