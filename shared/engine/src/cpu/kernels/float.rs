@@ -4,10 +4,10 @@
 use super::even_tiles::EvenTiles;
 use super::lanes::{LANES, Lanes};
 use super::linear::{Output, PanelPlace, Rows};
-use super::panel::{PANEL, VECTOR};
+use super::panel::{LINE_BYTES, PANEL, PREFETCH_BYTES, VECTOR};
 
 /// Largest row tile of any instruction set.
-const MAX_TILE_ROWS: usize = 24;
+const MAX_TILE_ROWS: usize = 12;
 
 /// Reads the weights of one panel as f32.
 ///
@@ -16,6 +16,9 @@ const MAX_TILE_ROWS: usize = 24;
 pub(super) trait PanelReader<L: Lanes>: Copy {
     /// The weights of input `k` for the sixteen columns of `half`.
     unsafe fn weights(self, k: usize, half: usize) -> L;
+
+    /// Where the weights of input `k` lie, and their bytes.
+    fn place(self, k: usize) -> (*const u8, usize);
 }
 
 /// `[depth][32]` f32, as stored or widened.
@@ -27,6 +30,11 @@ impl<L: Lanes> PanelReader<L> for F32Panel {
     unsafe fn weights(self, k: usize, half: usize) -> L {
         // SAFETY: the trait's contract.
         unsafe { L::load(self.0.add(k * PANEL + half * LANES)) }
+    }
+
+    #[inline(always)]
+    fn place(self, k: usize) -> (*const u8, usize) {
+        (self.0.wrapping_add(k * PANEL).cast(), 4 * PANEL)
     }
 }
 
@@ -47,6 +55,11 @@ impl<L: Lanes> PanelReader<L> for Bf16Panel {
             }
         }
     }
+
+    #[inline(always)]
+    fn place(self, k: usize) -> (*const u8, usize) {
+        (self.0.wrapping_add(k * VECTOR), VECTOR)
+    }
 }
 
 /// All rows through one panel.
@@ -62,14 +75,8 @@ pub(super) unsafe fn panel_rows<L: Lanes, R: PanelReader<L>>(
     panel: PanelPlace,
     out: &Output<'_>,
 ) {
-    // One tall tile reads the panel twice but widens each weight once; more rows go through wide tiles.
-    let most = if x.count <= L::HALF_TILE_ROWS {
-        L::HALF_TILE_ROWS
-    } else {
-        L::TILE_ROWS
-    };
     let mut values = [[0.0f32; PANEL]; MAX_TILE_ROWS];
-    for rows in EvenTiles::new(x.count, most).iter() {
+    for rows in EvenTiles::new(x.count, L::TILE_ROWS).iter() {
         let inputs = x.inputs[rows.start * depth..].as_ptr();
         // SAFETY: the tile lies inside `x`; the caller's contract.
         unsafe {
@@ -100,12 +107,10 @@ unsafe fn tile_rows<L: Lanes, R: PanelReader<L>>(
             }
         };
     }
-    if L::TILE_VECTORS == 2 && rows <= L::TILE_ROWS {
+    if L::TILE_VECTORS == 2 {
         with_rows!(wide_tile: 1 2 3 4 5 6 7 8 9 10 11 12)
-    } else if L::TILE_VECTORS == 2 {
-        with_rows!(tall_tile: 13 14 15 16 17 18 19 20 21 22 23 24)
     } else {
-        with_rows!(tall_tile: 1 2 3 4 5 6)
+        with_rows!(narrow_tile: 1 2 3 4 5 6)
     }
 }
 
@@ -125,6 +130,10 @@ unsafe fn wide_tile<L: Lanes, R: PanelReader<L>, const ROWS: usize>(
         let mut acc = [[L::splat(0.0); 2]; ROWS];
         for k in 0..depth {
             let [w0, w1] = [reader.weights(k, 0), reader.weights(k, 1)];
+            let (place, bytes) = reader.place(k);
+            for line in (0..bytes).step_by(LINE_BYTES) {
+                L::prefetch(place.wrapping_add(PREFETCH_BYTES + line));
+            }
             for (t, acc) in acc.iter_mut().enumerate() {
                 let x = L::splat(*inputs.add(t * depth + k));
                 acc[0] = x.mul_add(w0, acc[0]);
@@ -138,12 +147,12 @@ unsafe fn wide_tile<L: Lanes, R: PanelReader<L>, const ROWS: usize>(
     }
 }
 
-/// One half of the panel after the other, for twice the rows in the same registers.
+/// One half of the panel after the other, where registers are few.
 ///
 /// # Safety
 /// As [`tile_rows`].
 #[inline(always)]
-unsafe fn tall_tile<L: Lanes, R: PanelReader<L>, const ROWS: usize>(
+unsafe fn narrow_tile<L: Lanes, R: PanelReader<L>, const ROWS: usize>(
     inputs: *const f32,
     reader: R,
     depth: usize,
@@ -151,15 +160,15 @@ unsafe fn tall_tile<L: Lanes, R: PanelReader<L>, const ROWS: usize>(
 ) {
     // SAFETY: as in `wide_tile`.
     unsafe {
-        tall_half::<L, R, ROWS, 0>(inputs, reader, depth, out);
-        tall_half::<L, R, ROWS, 1>(inputs, reader, depth, out);
+        narrow_half::<L, R, ROWS, 0>(inputs, reader, depth, out);
+        narrow_half::<L, R, ROWS, 1>(inputs, reader, depth, out);
     }
 }
 
 /// # Safety
 /// As [`tile_rows`].
 #[inline(always)]
-unsafe fn tall_half<L: Lanes, R: PanelReader<L>, const ROWS: usize, const HALF: usize>(
+unsafe fn narrow_half<L: Lanes, R: PanelReader<L>, const ROWS: usize, const HALF: usize>(
     inputs: *const f32,
     reader: R,
     depth: usize,

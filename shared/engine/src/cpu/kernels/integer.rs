@@ -11,17 +11,13 @@ use super::lanes::Bf16Lanes;
 use super::lanes::{IntegerLanes, LANES, Lanes};
 #[cfg(target_arch = "x86_64")]
 use super::panel::VECTOR;
-use super::panel::{BLOCK, BlockFormat, PANEL, QUADS};
+use super::panel::{BLOCK, BlockFormat, LINE_BYTES, PANEL, PREFETCH_BYTES, QUADS};
 
 /// Most rows of a tile, on any instruction set.
 pub(super) const MAX_INTEGER_ROWS: usize = 10;
 
 /// What a tile computes: row by row the columns of a panel.
 pub(super) type TileValues = [[f32; PANEL]; MAX_INTEGER_ROWS];
-
-/// How far ahead of the block in use weights are requested: some two microseconds of one core's memory traffic.
-/// The processor's own prefetchers stop at the end of a page and restart slowly.
-const PREFETCH_BYTES: usize = 4_096;
 
 /// The correction that activations for this format carry.
 pub(super) fn correction<F: BlockFormat>() -> Correction {
@@ -198,9 +194,9 @@ unsafe fn halves<L: IntegerLanes, F: BlockFormat, const ROWS: usize, const HALVE
 /// The processor has the lanes' instruction set.
 #[inline(always)]
 unsafe fn prefetch<L: IntegerLanes, F: BlockFormat>(block: *const u8) {
-    for line in 0..F::BLOCK_BYTES.div_ceil(64) {
+    for line in 0..F::BLOCK_BYTES.div_ceil(LINE_BYTES) {
         // SAFETY: the caller's contract.
-        unsafe { L::prefetch(block.wrapping_add(PREFETCH_BYTES + 64 * line)) };
+        unsafe { L::prefetch(block.wrapping_add(PREFETCH_BYTES + LINE_BYTES * line)) };
     }
 }
 

@@ -25,8 +25,6 @@ pub(super) trait Lanes: Copy {
     const TILE_VECTORS: usize;
     /// Rows of a linear tile whose accumulators still fit the register file.
     const TILE_ROWS: usize;
-    /// Rows of a tile that keeps one vector of the panel at a time.
-    const HALF_TILE_ROWS: usize;
     /// Queries of an attention tile, each with [`Lanes::TILE_QUERY_VECTORS`] accumulators.
     const TILE_QUERIES: usize;
     /// Vectors of keys or values that an attention tile works on at once: four or one.

@@ -16,6 +16,11 @@ pub(super) const BLOCK: usize = MatrixFormat::BLOCK;
 pub(super) const QUADS: usize = BLOCK / 4;
 /// Bytes of one vector: four inputs of sixteen columns as bytes.
 pub(super) const VECTOR: usize = 4 * LANES;
+/// Bytes of a cache line.
+pub(super) const LINE_BYTES: usize = 64;
+/// How far ahead of those in use weights are requested: some two microseconds of one core's memory traffic. The
+/// processor's own prefetchers stop at the end of a page and restart slowly.
+pub(super) const PREFETCH_BYTES: usize = 4_096;
 /// Bytes of one f16 for every column.
 pub(super) const F16_ROW: usize = 2 * PANEL;
 /// Bytes of the nibbles of one block for sixteen columns.

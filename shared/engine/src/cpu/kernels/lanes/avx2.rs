@@ -11,7 +11,6 @@ pub(in super::super) struct Avx2<const VNNI: bool>(__m256, __m256);
 impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     const TILE_VECTORS: usize = 1;
     const TILE_ROWS: usize = 6;
-    const HALF_TILE_ROWS: usize = 6;
     const TILE_QUERIES: usize = 6;
     const TILE_QUERY_VECTORS: usize = 1;
 

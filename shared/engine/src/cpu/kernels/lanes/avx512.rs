@@ -11,7 +11,6 @@ pub(in super::super) struct Avx512(__m512);
 impl Lanes for Avx512 {
     const TILE_VECTORS: usize = 2;
     const TILE_ROWS: usize = 12;
-    const HALF_TILE_ROWS: usize = 24;
     const TILE_QUERIES: usize = 6;
     const TILE_QUERY_VECTORS: usize = 4;
 

@@ -22,7 +22,6 @@ impl Portable {
 impl Lanes for Portable {
     const TILE_VECTORS: usize = 1;
     const TILE_ROWS: usize = 4;
-    const HALF_TILE_ROWS: usize = 4;
     const TILE_QUERIES: usize = 4;
     const TILE_QUERY_VECTORS: usize = 1;
 
