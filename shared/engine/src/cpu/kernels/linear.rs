@@ -386,7 +386,7 @@ unsafe fn format_panels<L: IntegerLanes, F: BlockFormat>(
 
 /// # Safety
 /// As [`integer_panels`], for a bfloat16 part.
-#[cfg(target_arch = "x86_64")]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 #[inline(always)]
 unsafe fn bf16_panels<L: super::lanes::Bf16Lanes + IntegerLanes>(
     pass: PartPass<'_>,
