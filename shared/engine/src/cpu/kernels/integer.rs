@@ -107,8 +107,10 @@ unsafe fn block_tile_rows<L: IntegerLanes, F: BlockFormat>(
         };
     }
     // One form for every number of rows that fits: each costs time to compile.
-    if L::INTEGER_ROWS > 2 {
+    if L::INTEGER_ROWS > 4 {
         with_rows!(1 2 3 4 5 6 7 8 9 10)
+    } else if L::INTEGER_ROWS > 2 {
+        with_rows!(1 2 3 4)
     } else if L::INTEGER_ROWS > 1 {
         with_rows!(1 2)
     } else {

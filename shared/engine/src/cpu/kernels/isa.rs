@@ -16,6 +16,8 @@ pub enum Isa {
     Avx2Vnni,
     /// AVX2 with FMA and F16C: sixteen f32 in two registers.
     Avx2,
+    /// NEON of 64-bit Arm: sixteen f32 in four registers, integer products by way of 16 bits.
+    Neon,
     /// Whatever the compiler makes of arrays of sixteen.
     Portable,
 }
@@ -27,12 +29,13 @@ pub struct UnknownIsa(String);
 
 impl Isa {
     /// All, best first.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Avx512Bf16,
         Self::Avx512Vnni,
         Self::Avx512,
         Self::Avx2Vnni,
         Self::Avx2,
+        Self::Neon,
         Self::Portable,
     ];
 
@@ -63,10 +66,27 @@ impl Isa {
                 Self::Avx512 => avx512,
                 Self::Avx2Vnni => avx2 && is_x86_feature_detected!("avxvnni"),
                 Self::Avx2 => avx2,
+                Self::Neon => false,
                 Self::Portable => true,
             }
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(target_arch = "aarch64")]
+        {
+            match self {
+                // The kernels take the first byte of a word for its lowest.
+                Self::Neon => {
+                    cfg!(target_endian = "little")
+                        && std::arch::is_aarch64_feature_detected!("neon")
+                }
+                Self::Portable => true,
+                Self::Avx512Bf16
+                | Self::Avx512Vnni
+                | Self::Avx512
+                | Self::Avx2Vnni
+                | Self::Avx2 => false,
+            }
+        }
+        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
         {
             self == Self::Portable
         }
@@ -80,6 +100,7 @@ impl Isa {
             Self::Avx512 => "avx512",
             Self::Avx2Vnni => "avx2vnni",
             Self::Avx2 => "avx2",
+            Self::Neon => "neon",
             Self::Portable => "portable",
         }
     }
@@ -101,6 +122,8 @@ impl Isa {
             Self::Avx512Bf16 | Self::Avx512Vnni => super::lanes::Avx512::INTEGER_ROWS,
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 | Self::Avx2Vnni | Self::Avx2 => super::lanes::Avx2::<false>::INTEGER_ROWS,
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => super::lanes::Neon::INTEGER_ROWS,
             _ => Portable::INTEGER_ROWS,
         }
     }
@@ -142,6 +165,12 @@ macro_rules! dispatch {
             // SAFETY: as above.
             unsafe { $name::<lanes::Avx2<false>>($($arg),*) }
         }
+        #[cfg(target_arch = "aarch64")]
+        #[target_feature(enable = "neon")]
+        unsafe fn neon($($arg: $ty),*) $(-> $ret)? {
+            // SAFETY: as above.
+            unsafe { $name::<lanes::Neon>($($arg),*) }
+        }
         // SAFETY: `Isa::is_available` found the features, and the caller upholds the kernel's contract.
         unsafe {
             match $isa {
@@ -149,6 +178,8 @@ macro_rules! dispatch {
                 Isa::Avx512Bf16 | Isa::Avx512Vnni | Isa::Avx512 => avx512($($arg),*),
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2Vnni | Isa::Avx2 => avx2($($arg),*),
+                #[cfg(target_arch = "aarch64")]
+                Isa::Neon => neon($($arg),*),
                 _ => $name::<lanes::Portable>($($arg),*),
             }
         }
@@ -177,6 +208,12 @@ macro_rules! dispatch_integer {
             // SAFETY: as above.
             unsafe { $name::<lanes::Avx2<false>>($($arg),*) }
         }
+        #[cfg(target_arch = "aarch64")]
+        #[target_feature(enable = "neon")]
+        unsafe fn neon($($arg: $ty),*) $(-> $ret)? {
+            // SAFETY: as above.
+            unsafe { $name::<lanes::Neon>($($arg),*) }
+        }
         // SAFETY: `Isa::is_available` found the features, and the caller upholds the kernel's contract.
         unsafe {
             match $isa {
@@ -186,6 +223,8 @@ macro_rules! dispatch_integer {
                 Isa::Avx2Vnni => avx2_vnni($($arg),*),
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx512 | Isa::Avx2 => avx2($($arg),*),
+                #[cfg(target_arch = "aarch64")]
+                Isa::Neon => neon($($arg),*),
                 _ => $name::<lanes::Portable>($($arg),*),
             }
         }
@@ -195,6 +234,7 @@ macro_rules! dispatch_integer {
 /// Likewise for `unsafe fn name<L: Bf16Lanes>(args)`, on instruction sets that [`Isa::multiplies_bf16`] names.
 macro_rules! dispatch_bf16 {
     ($isa:expr, $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)?) => {{
+        #[cfg(target_arch = "x86_64")]
         use $crate::cpu::kernels::{Isa, lanes};
         #[cfg(target_arch = "x86_64")]
         #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx512bf16,avx2,fma,f16c")]
@@ -206,7 +246,10 @@ macro_rules! dispatch_bf16 {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: `Isa::is_available` found the features, and the caller upholds the kernel's contract.
             Isa::Avx512Bf16 => unsafe { avx512($($arg),*) },
-            _ => unreachable!("bfloat16 arithmetic was chosen without its instructions"),
+            _ => {
+                let _ = ($(&$arg),*);
+                unreachable!("bfloat16 arithmetic was chosen without its instructions")
+            }
         }
     }};
 }

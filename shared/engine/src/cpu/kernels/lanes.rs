@@ -4,12 +4,16 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod portable;
 
 #[cfg(target_arch = "x86_64")]
 pub(super) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 pub(super) use avx512::Avx512;
+#[cfg(target_arch = "aarch64")]
+pub(super) use neon::Neon;
 pub(super) use portable::Portable;
 
 /// Lanes per vector, on every instruction set, so that reductions have one order everywhere.
@@ -163,3 +167,6 @@ pub(super) trait Bf16Lanes: Lanes {
     /// Adds to every lane the products of its two weights and the two activations at `x`.
     unsafe fn dot_bf16(self, weights: Self::Bytes, x: *const i32) -> Self;
 }
+
+#[cfg(test)]
+mod tests;

@@ -358,7 +358,7 @@ unsafe fn integer_panels<L: IntegerLanes>(
 
 /// # Safety
 /// As [`integer_panels`], for a bfloat16 part.
-#[cfg(target_arch = "x86_64")]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 #[inline(always)]
 unsafe fn bf16_panels<L: super::lanes::Bf16Lanes + IntegerLanes>(
     pass: PartPass<'_>,

@@ -123,7 +123,7 @@ mod tests {
     const ROWS: usize = 70;
 
     fn isas() -> Vec<Isa> {
-        let distinct = [Isa::Avx512, Isa::Avx2, Isa::Portable];
+        let distinct = [Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Portable];
         distinct
             .into_iter()
             .filter(|isa| isa.is_available())

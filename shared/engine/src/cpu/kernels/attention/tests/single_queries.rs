@@ -185,7 +185,7 @@ fn contents(sequence: &Sequence, width: usize, seed: usize) -> Vec<Vec<f32>> {
 
 /// The instruction sets with forms of their own.
 fn isas() -> impl Iterator<Item = Isa> {
-    [Isa::Avx512, Isa::Avx2, Isa::Portable]
+    [Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Portable]
         .into_iter()
         .filter(|isa| isa.is_available())
 }
