@@ -6,12 +6,8 @@
 use std::marker::PhantomData;
 
 use super::activations::Correction;
-#[cfg(target_arch = "x86_64")]
-use super::lanes::Bf16Lanes;
-use super::lanes::{IntegerLanes, LANES, Lanes};
-#[cfg(target_arch = "x86_64")]
-use super::panel::VECTOR;
-use super::panel::{BLOCK, BlockFormat, LINE_BYTES, PANEL, PREFETCH_BYTES, QUADS};
+use super::lanes::{Bf16Lanes, IntegerLanes, LANES, Lanes};
+use super::panel::{BLOCK, BlockFormat, LINE_BYTES, PANEL, PREFETCH_BYTES, QUADS, VECTOR};
 
 /// Most rows of a tile, on any instruction set.
 pub(super) const MAX_INTEGER_ROWS: usize = 10;
@@ -67,10 +63,9 @@ impl<L: IntegerLanes, F: BlockFormat> TileKernel<L> for BlockTiles<F> {
 }
 
 /// Pairs of bfloat16.
-#[cfg(target_arch = "x86_64")]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(super) struct Bf16Tiles;
 
-#[cfg(target_arch = "x86_64")]
 impl<L: Bf16Lanes> TileKernel<L> for Bf16Tiles {
     #[inline(always)]
     unsafe fn tile_rows(
@@ -294,7 +289,7 @@ unsafe fn scale<L: IntegerLanes, F: BlockFormat, const ROWS: usize, const HALVES
 
 /// # Safety
 /// As [`TileKernel::tile_rows`].
-#[cfg(target_arch = "x86_64")]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 #[inline(always)]
 unsafe fn bf16_tile_rows<L: Bf16Lanes>(
     panel: *const u8,
@@ -318,7 +313,7 @@ unsafe fn bf16_tile_rows<L: Bf16Lanes>(
 
 /// # Safety
 /// As [`TileKernel::tile_rows`].
-#[cfg(target_arch = "x86_64")]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 #[inline(always)]
 unsafe fn bf16_tile<L: Bf16Lanes, const ROWS: usize>(
     panel: *const u8,
