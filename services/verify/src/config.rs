@@ -136,7 +136,7 @@ pub struct Config {
     pub max_budget: usize,
 
     /// Tree budget of requests that name none. The defaults are the best ones measured (docs/benchmarks.md).
-    /// [default: 5 on a CPU, 15 on a GPU]
+    /// [default: 4 on a CPU, 15 on a GPU]
     #[arg(long, env = "TREESPEC_VERIFY_DEFAULT_BUDGET", value_name = "N")]
     pub default_budget: Option<usize>,
 
@@ -180,7 +180,7 @@ impl Config {
     /// Tree budget of requests that name none.
     pub fn default_budget(&self) -> usize {
         let measured_best = match self.device {
-            DeviceChoice::Cpu => 5,
+            DeviceChoice::Cpu => 4,
             DeviceChoice::Cuda(_) => 15,
         };
         self.default_budget

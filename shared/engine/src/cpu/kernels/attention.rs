@@ -7,6 +7,7 @@
 //! Queries of one sequence and kv head share the loads of keys and values in tiles ([`query_tile`]); every query
 //! keeps its own chains, so the tile it is in does not show in its bits.
 
+mod attend_tile;
 mod query_tile;
 mod scores;
 mod values;
@@ -14,7 +15,8 @@ mod values;
 use std::cell::RefCell;
 use std::ops::Range;
 
-use self::query_tile::{QueryTile, attend_tile, tile_queries};
+use self::attend_tile::{attend_tile, tile_queries};
+use self::query_tile::QueryTile;
 use super::even_tiles::EvenTiles;
 use super::lanes::LANES;
 use super::pool::ThreadPool;

@@ -3,7 +3,7 @@
 
 use super::even_tiles::EvenTiles;
 use super::lanes::{LANES, Lanes};
-use super::linear::{Output, PanelPlace, Rows};
+use super::linear_output::{Output, PanelPlace, Rows};
 use super::panel::{LINE_BYTES, PANEL, PREFETCH_BYTES, VECTOR};
 
 /// Largest row tile of any instruction set.

@@ -4,7 +4,8 @@ use std::cell::RefCell;
 use std::sync::Mutex;
 
 use super::lanes::{LANES, Lanes};
-use super::linear::{InputScratch, LinearInput, Output, linear_panels};
+use super::linear::{InputScratch, LinearInput, linear_panels};
+use super::linear_output::Output;
 use super::packed::PackedLinear;
 use super::panel::PANEL;
 use super::pool::ThreadPool;

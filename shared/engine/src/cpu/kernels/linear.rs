@@ -9,39 +9,12 @@ use super::activations::{Encoding, encode};
 use super::even_tiles::EvenTiles;
 use super::float::{Bf16Panel, F32Panel, panel_rows};
 use super::integer::{BlockTiles, MAX_INTEGER_ROWS, TileKernel, TileValues, correction};
-use super::lanes::{IntegerLanes, LANES, Lanes};
+use super::lanes::{IntegerLanes, Lanes};
+use super::linear_output::{Output, PanelPlace, Rows};
 use super::packed::{Arithmetic, PackedLinear, Part};
 use super::panel::{PANEL, Q4_0, Q4_1, Q4K, Q6K, Q8_0};
 use super::pool::ThreadPool;
-use super::{Isa, SharedMut, dispatch, dispatch_bf16, dispatch_integer};
-
-/// What happens to an output before it is written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Epilogue {
-    /// `out = y`
-    Store,
-    /// `out += y`: the residual connection.
-    AddTo,
-    /// `out[c] = silu(gate[c]) * up[c]` over weights from [`PackedLinear::pack_gate_up`].
-    SwiGlu,
-}
-
-impl Epilogue {
-    /// Output columns that one panel writes.
-    fn columns_per_panel(self) -> usize {
-        match self {
-            Self::SwiGlu => LANES,
-            Self::Store | Self::AddTo => PANEL,
-        }
-    }
-}
-
-/// Row-major rows of f32.
-#[derive(Clone, Copy)]
-pub(super) struct Rows<'a> {
-    pub(super) inputs: &'a [f32],
-    pub(super) count: usize,
-}
+use super::{Epilogue, Isa, dispatch, dispatch_bf16, dispatch_integer};
 
 /// The inputs of a linear pass in every form that its weights multiply.
 pub(crate) struct LinearInput<'a> {
@@ -154,12 +127,7 @@ pub(crate) fn linear(
         columns <= weights.panels() * epilogue.columns_per_panel(),
         "linear output columns"
     );
-    let target = Output {
-        values: SharedMut::new(out),
-        columns,
-        first_column: 0,
-        epilogue,
-    };
+    let target = Output::new(out, columns, epilogue);
     all_panels(pool, isa, x, weights, 0..weights.panels(), &target);
 }
 
@@ -208,41 +176,6 @@ fn grain(panels: usize, threads: usize) -> usize {
         .map(|turns| panels.div_ceil(threads * turns).max(1))
         .find(|&grain| panels.div_ceil(grain).is_multiple_of(threads))
         .unwrap_or_else(|| panels.div_ceil(threads).max(1))
-}
-
-/// Where panels of a pass are written.
-pub(super) struct Output<'a> {
-    values: SharedMut<'a, f32>,
-    /// Columns of a row; also the distance between rows.
-    columns: usize,
-    /// Output column of the matrix that column 0 of a row holds.
-    first_column: usize,
-    epilogue: Epilogue,
-}
-
-/// The outputs of a panel.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct PanelPlace {
-    /// First output column.
-    column: usize,
-    /// Columns that are not padding.
-    width: usize,
-}
-
-impl PanelPlace {
-    fn new(part: &Part, panel: usize, epilogue: Epilogue) -> Self {
-        let local = panel - part.first_panel;
-        match epilogue {
-            Epilogue::SwiGlu => Self {
-                column: panel * LANES,
-                width: LANES,
-            },
-            Epilogue::Store | Epilogue::AddTo => Self {
-                column: part.first_column + local * PANEL,
-                width: PANEL.min(part.columns - local * PANEL),
-            },
-        }
-    }
 }
 
 /// Like [`linear`] on one thread and for the panels `from..to` only. Concurrent calls must have disjoint panels.
@@ -393,50 +326,6 @@ unsafe fn encoded_panels<L: IntegerLanes, K: TileKernel<L>>(
                 for (row, values) in tile.zip(&values) {
                     out.finish::<L>(values, row, place);
                 }
-            }
-        }
-    }
-}
-
-impl<'a> Output<'a> {
-    /// Plain output of the columns from `first_column`, `[rows, columns]`.
-    pub(super) fn store(values: &'a mut [f32], columns: usize, first_column: usize) -> Self {
-        Self {
-            values: SharedMut::new(values),
-            columns,
-            first_column,
-            epilogue: Epilogue::Store,
-        }
-    }
-
-    /// Writes one row of one panel.
-    ///
-    /// # Safety
-    /// Nobody else writes these outputs.
-    #[inline(always)]
-    pub(super) unsafe fn finish<L: Lanes>(
-        &self,
-        values: &[f32; PANEL],
-        row: usize,
-        panel: PanelPlace,
-    ) {
-        let start = panel.column - self.first_column;
-        let count = panel.width.min(self.columns.saturating_sub(start));
-        // SAFETY: the caller's contract.
-        let target = unsafe { self.values.part(row * self.columns + start, count) };
-        match self.epilogue {
-            Epilogue::Store => target.copy_from_slice(&values[..count]),
-            Epilogue::AddTo => target.iter_mut().zip(values).for_each(|(o, y)| *o += y),
-            Epilogue::SwiGlu => {
-                // SAFETY: `values` holds two vectors.
-                let product = unsafe {
-                    let gate = L::load(values.as_ptr());
-                    let up = L::load(values.as_ptr().add(LANES));
-                    let one = L::splat(1.0);
-                    let negated = gate.mul(L::splat(-1.0));
-                    gate.div(one.add(negated.exp())).mul(up).to_array()
-                };
-                target.copy_from_slice(&product[..count]);
             }
         }
     }

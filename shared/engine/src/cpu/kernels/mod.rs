@@ -15,6 +15,7 @@ mod isa;
 mod lanes;
 mod limits;
 mod linear;
+mod linear_output;
 mod pack_column;
 mod packed;
 mod panel;
@@ -27,7 +28,8 @@ pub(crate) use attention::{AttentionShape, KvLayer, RowView, attend, store_rows}
 pub(crate) use head::{HeadPass, HeadScratch, select};
 pub use isa::{Isa, UnknownIsa};
 pub(crate) use limits::{Products, ReadProbe};
-pub(crate) use linear::{Epilogue, InputScratch, linear, linear_columns};
+pub(crate) use linear::{InputScratch, linear, linear_columns};
+pub(crate) use linear_output::Epilogue;
 pub(crate) use packed::{PackedLinear, Packer};
 pub(crate) use pointwise::{Heads, NormWeights, RotaryRows, rms_norm, rotate};
 pub(crate) use pool::ThreadPool;
