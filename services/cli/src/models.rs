@@ -11,8 +11,10 @@ use anyhow::{Context as _, Result, ensure};
 use treespec_engine::{CpuOptions, DeviceChoice, Isa, Precision};
 
 const TARGET_VARIABLE: &str = "TREESPEC_TARGET";
-const PRECISION_VARIABLE: &str = "TREESPEC_CPU_PRECISION";
-const ISA_VARIABLE: &str = "TREESPEC_CPU_ISA";
+/// Names a precision where no flag does.
+pub(crate) const PRECISION_VARIABLE: &str = "TREESPEC_CPU_PRECISION";
+/// Names an instruction set where no flag does.
+pub(crate) const ISA_VARIABLE: &str = "TREESPEC_CPU_ISA";
 const DRAFTER_VARIABLE: &str = "TREESPEC_DRAFTER";
 const DEFAULT_TARGET: &str = "models/SmolLM2-135M-Instruct.Q4_1.gguf";
 const DEFAULT_DRAFTER: &str = "deploy/models/smollm2-135m-instruct-dflash";

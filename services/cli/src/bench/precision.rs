@@ -28,7 +28,7 @@ pub(crate) struct PrecisionArgs {
         default_value = "tests/fixtures/eval32_f32.json"
     )]
     pub reference: PathBuf,
-    /// What to compare with f32: quantised, or quantised:ISA for an instruction set that is not the best
+    /// What to compare with f32: a precision, or PRECISION:ISA for an instruction set that is not the best
     #[arg(
         long,
         value_delimiter = ',',
@@ -107,6 +107,10 @@ pub(crate) fn run(args: &PrecisionArgs) -> Result<()> {
     ensure!(
         matches!(args.models.device, None | Some(DeviceChoice::Cpu)),
         "bench precision compares the CPU's arithmetics: leave out --device"
+    );
+    ensure!(
+        args.models.cpu_precision.is_none() && args.models.drafter.is_none(),
+        "bench precision runs the target in each of --variants: leave out --cpu-precision and --drafter"
     );
     let path = args.models.target()?;
     let checkpoint = open_target(&path)?;

@@ -8,7 +8,7 @@ use treespec_engine::{DeviceChoice, Isa, Precision, PrefillMode};
 use treespec_verify::DraftPlacement;
 
 use super::Role;
-use crate::models::{ModelArgs, ModelPaths};
+use crate::models::{ISA_VARIABLE, ModelArgs, ModelPaths, PRECISION_VARIABLE};
 
 /// What the user sets to choose the services' log lines; the first one counts.
 const LOG_VARIABLES: [&str; 2] = ["TREESPEC_LOG", "RUST_LOG"];
@@ -92,6 +92,7 @@ impl ClusterArgs {
     /// When a model is missing, or flags contradict each other.
     pub(crate) fn options(&self, port: u16, log_level: &'static str) -> Result<ClusterOptions> {
         let models = self.models.resolve()?;
+        let cpu = self.models.cpu()?;
         let draft_placement = self.draft_placement(&models)?;
         let device = self.models.device;
         if draft_placement == DraftPlacement::Local {
@@ -113,8 +114,8 @@ impl ClusterArgs {
             prefill: self.prefill,
             port,
             threads: self.models.threads,
-            cpu_precision: self.models.cpu_precision,
-            cpu_isa: self.models.cpu_isa,
+            cpu_precision: cpu.precision,
+            cpu_isa: cpu.isa,
             topk_placement: self.topk_placement,
             log_level,
         })
@@ -189,6 +190,10 @@ impl ClusterOptions {
         if let Some(threads) = self.threads {
             command.args(["--threads", &threads.to_string()]);
         }
+        // What they say is in the flags by now; a service of its own reads them more strictly.
+        command
+            .env_remove(PRECISION_VARIABLE)
+            .env_remove(ISA_VARIABLE);
         if let Some(precision) = self.cpu_precision {
             command.args(["--cpu-precision", precision.name()]);
         }

@@ -88,7 +88,7 @@ impl Executor {
     pub(super) fn numerics_profile(&self, precision: Precision) -> String {
         format!(
             "{}/{}-{}/tp1/k{KERNEL_BUILD}",
-            precision.profile(),
+            precision.name(),
             std::env::consts::ARCH,
             self.isa.name()
         )

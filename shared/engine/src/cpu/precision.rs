@@ -35,19 +35,11 @@ impl Precision {
         })
     }
 
-    /// Name of the flag.
+    /// Name of the flag, and in the numerics profile.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
             Self::Quantised => "quantised",
-        }
-    }
-
-    /// Name in the numerics profile.
-    pub(super) fn profile(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::Quantised => "int8",
         }
     }
 }

@@ -120,15 +120,15 @@ unsafe fn integer_tile<L: IntegerLanes>(
                         *corrections = sum.to_bits().cast_signed();
                     }
                     Correction::Centre { centre: 128, .. } => {
-                        *corrections = L::uncentred(-128 * block.sum());
+                        *corrections = L::uncentred(block.sum().wrapping_mul(-128));
                     }
                     Correction::Centre { centre, groups: 1 } => {
-                        *corrections = -centre * block.sum();
+                        *corrections = block.sum().wrapping_mul(-centre);
                     }
                     Correction::Centre { centre, .. } => {
                         let [low, high] = block.half_sums();
-                        *corrections = -centre * low;
-                        *corrections.add(rows) = -centre * high;
+                        *corrections = low.wrapping_mul(-centre);
+                        *corrections.add(rows) = high.wrapping_mul(-centre);
                     }
                 }
             }

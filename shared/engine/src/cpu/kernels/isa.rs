@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// Instruction set that the kernels were chosen for. Each includes what is needed for the one below it.
+/// Instruction set that the kernels were chosen for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Isa {
     /// AVX-512 with VNNI and BF16: integer and bfloat16 products of 512 bits.

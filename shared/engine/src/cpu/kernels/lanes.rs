@@ -115,7 +115,8 @@ pub(super) trait Lanes: Copy {
         // SAFETY: the caller's contract.
         unsafe {
             let s = |x: f32| Self::splat(x);
-            let x = self.max(s(-87.0)).min(s(88.0));
+            // The second operand is what comes out where one is NaN, so NaN stays NaN.
+            let x = s(88.0).min(s(-87.0).max(self));
             let n = x
                 .mul_add(s(std::f32::consts::LOG2_E), s(ROUND))
                 .add(s(-ROUND));

@@ -7,6 +7,7 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::lanes::{IntegerLanes, LANES, Lanes};
+use super::panel::PREFETCH_BYTES;
 use super::pool::ThreadPool;
 use super::weight_memory::{WeightMemory, WeightRegion};
 use super::{Isa, dispatch, dispatch_bf16, dispatch_integer};
@@ -16,8 +17,6 @@ const REGION_BYTES: usize = 64 << 20;
 const REGIONS: usize = 8;
 /// What a thread takes at a time: enough to stream, small enough that all threads end together.
 const PIECE_BYTES: usize = 1 << 20;
-/// How far ahead memory is requested: as far as the kernels do.
-const PREFETCH_BYTES: usize = 4_096;
 /// Vectors that are summed side by side.
 const READ_CHAINS: usize = 4;
 

@@ -206,6 +206,9 @@ pub(crate) fn rotate(
     out: &mut [f32],
     out_width: usize,
 ) {
+    if heads.rows.is_empty() {
+        return;
+    }
     let head_dim = 2 * rotary.half;
     let taken = heads.count * head_dim;
     let rows = heads.rows.len() / heads.width;

@@ -120,7 +120,7 @@ impl ThreadPool {
             std::panic::resume_unwind(panic);
         }
         assert!(
-            !shared.panicked.load(Ordering::Relaxed),
+            !shared.panicked.swap(false, Ordering::Relaxed),
             "a worker of the forward panicked"
         );
     }
@@ -271,5 +271,11 @@ mod tests {
             pool.run(&|thread| assert_ne!(thread, 1, "boom"));
         }));
         assert!(outcome.is_err());
+        // The pool is as good as before.
+        let runs = AtomicUsize::new(0);
+        pool.run(&|_| {
+            runs.fetch_add(1, Ordering::Relaxed);
+        });
+        assert_eq!(runs.into_inner(), 2);
     }
 }

@@ -33,8 +33,8 @@ impl WeightMemory {
     /// # Errors
     /// When the operating system has no memory.
     pub(super) fn store(&mut self, bytes: &[u8]) -> io::Result<WeightRegion> {
-        let room = self.map.as_ref().map_or(0, |map| map.len() - self.used);
-        if room < bytes.len() {
+        let room = self.map.as_ref().map(|map| map.len() - self.used);
+        if room.is_none_or(|room| room < bytes.len()) {
             let options = MmapOptions::new().len(bytes.len().max(MAP_BYTES)).clone();
             let map = MmapRaw::from(options.map_anon()?);
             // A kernel without large pages refuses: slower, not wrong.

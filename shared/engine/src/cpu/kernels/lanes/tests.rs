@@ -121,6 +121,17 @@ fn fused_instruction_sets_have_one_exponential() {
     }
 }
 
+#[test]
+fn the_exponential_of_no_number_is_none() {
+    for isa in Isa::available() {
+        let mut x = [0.5; LANES];
+        x[3] = f32::NAN;
+        let x = &x;
+        let y = dispatch!(isa, exponential(x: &[f32; LANES]) -> [f32; LANES]);
+        assert!(y[3].is_nan() && y[2].is_finite(), "{isa:?} {y:?}");
+    }
+}
+
 #[inline(always)]
 unsafe fn scale<L: Lanes>(x: f32, n: f32) -> f32 {
     // SAFETY: the caller's contract.
