@@ -57,8 +57,25 @@ impl<L: IntegerLanes, F: BlockFormat> TileKernel<L> for BlockTiles<F> {
         first: bool,
         out: &mut TileValues,
     ) {
-        // SAFETY: the trait's contract.
-        unsafe { block_tile_rows::<L, F>(panel, depth, x, rows, first, out) }
+        macro_rules! with_rows {
+            ($($n:literal)*) => {
+                match rows {
+                    // SAFETY: the trait's contract.
+                    $($n => unsafe { tile::<L, F, $n>(panel, depth, x, first, out) },)*
+                    _ => unreachable!("a tile has 1 to {} rows", L::INTEGER_ROWS),
+                }
+            };
+        }
+        // One form for every number of rows that fits: each costs time to compile.
+        if L::INTEGER_ROWS > 4 {
+            with_rows!(1 2 3 4 5 6 7 8 9 10)
+        } else if L::INTEGER_ROWS > 2 {
+            with_rows!(1 2 3 4)
+        } else if L::INTEGER_ROWS > 1 {
+            with_rows!(1 2)
+        } else {
+            with_rows!(1)
+        }
     }
 }
 
@@ -76,40 +93,16 @@ impl<L: Bf16Lanes> TileKernel<L> for Bf16Tiles {
         first: bool,
         out: &mut TileValues,
     ) {
-        // SAFETY: the trait's contract.
-        unsafe { bf16_tile_rows::<L>(panel, depth, x, rows, first, out) }
-    }
-}
-
-/// # Safety
-/// As [`TileKernel::tile_rows`].
-#[inline(always)]
-unsafe fn block_tile_rows<L: IntegerLanes, F: BlockFormat>(
-    panel: *const u8,
-    depth: usize,
-    x: *const i32,
-    rows: usize,
-    first: bool,
-    out: &mut TileValues,
-) {
-    macro_rules! with_rows {
-        ($($n:literal)*) => {
-            match rows {
-                // SAFETY: the caller's contract.
-                $($n => unsafe { tile::<L, F, $n>(panel, depth, x, first, out) },)*
-                _ => unreachable!("a tile has 1 to {} rows", L::INTEGER_ROWS),
-            }
-        };
-    }
-    // One form for every number of rows that fits: each costs time to compile.
-    if L::INTEGER_ROWS > 4 {
+        macro_rules! with_rows {
+            ($($n:literal)*) => {
+                match rows {
+                    // SAFETY: the trait's contract.
+                    $($n => unsafe { bf16_tile::<L, $n>(panel, depth, x, first, out) },)*
+                    _ => unreachable!("a tile has 1 to {MAX_INTEGER_ROWS} rows"),
+                }
+            };
+        }
         with_rows!(1 2 3 4 5 6 7 8 9 10)
-    } else if L::INTEGER_ROWS > 2 {
-        with_rows!(1 2 3 4)
-    } else if L::INTEGER_ROWS > 1 {
-        with_rows!(1 2)
-    } else {
-        with_rows!(1)
     }
 }
 
@@ -285,30 +278,6 @@ unsafe fn scale<L: IntegerLanes, F: BlockFormat, const ROWS: usize, const HALVES
             }
         }
     }
-}
-
-/// # Safety
-/// As [`TileKernel::tile_rows`].
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
-#[inline(always)]
-unsafe fn bf16_tile_rows<L: Bf16Lanes>(
-    panel: *const u8,
-    depth: usize,
-    x: *const i32,
-    rows: usize,
-    first: bool,
-    out: &mut TileValues,
-) {
-    macro_rules! with_rows {
-        ($($n:literal)*) => {
-            match rows {
-                // SAFETY: the caller's contract.
-                $($n => unsafe { bf16_tile::<L, $n>(panel, depth, x, first, out) },)*
-                _ => unreachable!("a tile has 1 to {MAX_INTEGER_ROWS} rows"),
-            }
-        };
-    }
-    with_rows!(1 2 3 4 5 6 7 8 9 10)
 }
 
 /// # Safety
