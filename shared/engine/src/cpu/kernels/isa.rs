@@ -146,42 +146,39 @@ impl fmt::Display for Isa {
     }
 }
 
-/// Calls a kernel `unsafe fn name<L: Lanes>(args)` in the form for an [`Isa`].
+/// Calls a kernel `unsafe fn name<L>(args)` for the lanes, compiled with the target features.
 ///
-/// Each arm wraps the generic body in a function with the target features enabled; the body is
-/// `#[inline(always)]`, so it is compiled with them.
-macro_rules! dispatch {
-    ($isa:expr, $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)?) => {{
-        use $crate::cpu::kernels::{Isa, lanes};
-        #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = "avx512f,avx512bw,avx2,fma,f16c")]
-        unsafe fn avx512($($arg: $ty),*) $(-> $ret)? {
-            // SAFETY: the caller of `dispatch!` upholds the kernel's contract.
-            unsafe { $name::<lanes::Avx512>($($arg),*) }
-        }
-        #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = "avx2,fma,f16c")]
-        unsafe fn avx2($($arg: $ty),*) $(-> $ret)? {
-            // SAFETY: as above.
-            unsafe { $name::<lanes::Avx2<false>>($($arg),*) }
-        }
-        #[cfg(target_arch = "aarch64")]
-        #[target_feature(enable = "neon")]
-        unsafe fn neon($($arg: $ty),*) $(-> $ret)? {
-            // SAFETY: as above.
-            unsafe { $name::<lanes::Neon>($($arg),*) }
+/// The generic body is wrapped in a function with the features enabled; it is `#[inline(always)]`, so it is compiled with
+/// them.
+macro_rules! call_with {
+    ($features:literal, $lanes:ty, $name:ident($($arg:ident: $ty:ty),*) $(-> $ret:ty)?) => {{
+        #[target_feature(enable = $features)]
+        unsafe fn form($($arg: $ty),*) $(-> $ret)? {
+            // SAFETY: the caller of the dispatch upholds the kernel's contract.
+            unsafe { $name::<$lanes>($($arg),*) }
         }
         // SAFETY: `Isa::is_available` found the features, and the caller upholds the kernel's contract.
-        unsafe {
-            match $isa {
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx512Bf16 | Isa::Avx512Vnni | Isa::Avx512 => avx512($($arg),*),
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx2Vnni | Isa::Avx2 => avx2($($arg),*),
-                #[cfg(target_arch = "aarch64")]
-                Isa::Neon => neon($($arg),*),
-                _ => $name::<lanes::Portable>($($arg),*),
-            }
+        unsafe { form($($arg),*) }
+    }};
+}
+
+/// Calls a kernel `unsafe fn name<L: Lanes>(args)` in the form for an [`Isa`].
+macro_rules! dispatch {
+    ($isa:expr, $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)?) => {{
+        use $crate::cpu::kernels::{Isa, isa::call_with, lanes};
+        match $isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 | Isa::Avx512Vnni | Isa::Avx512 => call_with!(
+                "avx512f,avx512bw,avx2,fma,f16c", lanes::Avx512, $name($($arg: $ty),*) $(-> $ret)?
+            ),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2Vnni | Isa::Avx2 => call_with!(
+                "avx2,fma,f16c", lanes::Avx2<false>, $name($($arg: $ty),*) $(-> $ret)?
+            ),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => call_with!("neon", lanes::Neon, $name($($arg: $ty),*) $(-> $ret)?),
+            // SAFETY: the portable form runs everywhere, and the caller upholds the kernel's contract.
+            _ => unsafe { $name::<lanes::Portable>($($arg),*) },
         }
     }};
 }
@@ -189,44 +186,25 @@ macro_rules! dispatch {
 /// Likewise for `unsafe fn name<L: IntegerLanes>(args)`.
 macro_rules! dispatch_integer {
     ($isa:expr, $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)?) => {{
-        use $crate::cpu::kernels::{Isa, lanes};
-        #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma,f16c")]
-        unsafe fn avx512($($arg: $ty),*) $(-> $ret)? {
-            // SAFETY: the caller of `dispatch_integer!` upholds the kernel's contract.
-            unsafe { $name::<lanes::Avx512>($($arg),*) }
-        }
-        #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = "avxvnni,avx2,fma,f16c")]
-        unsafe fn avx2_vnni($($arg: $ty),*) $(-> $ret)? {
-            // SAFETY: as above.
-            unsafe { $name::<lanes::Avx2<true>>($($arg),*) }
-        }
-        #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = "avx2,fma,f16c")]
-        unsafe fn avx2($($arg: $ty),*) $(-> $ret)? {
-            // SAFETY: as above.
-            unsafe { $name::<lanes::Avx2<false>>($($arg),*) }
-        }
-        #[cfg(target_arch = "aarch64")]
-        #[target_feature(enable = "neon")]
-        unsafe fn neon($($arg: $ty),*) $(-> $ret)? {
-            // SAFETY: as above.
-            unsafe { $name::<lanes::Neon>($($arg),*) }
-        }
-        // SAFETY: `Isa::is_available` found the features, and the caller upholds the kernel's contract.
-        unsafe {
-            match $isa {
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx512Bf16 | Isa::Avx512Vnni => avx512($($arg),*),
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx2Vnni => avx2_vnni($($arg),*),
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 | Isa::Avx2 => avx2($($arg),*),
-                #[cfg(target_arch = "aarch64")]
-                Isa::Neon => neon($($arg),*),
-                _ => $name::<lanes::Portable>($($arg),*),
-            }
+        use $crate::cpu::kernels::{Isa, isa::call_with, lanes};
+        match $isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 | Isa::Avx512Vnni => call_with!(
+                "avx512f,avx512bw,avx512vnni,avx2,fma,f16c",
+                lanes::Avx512, $name($($arg: $ty),*) $(-> $ret)?
+            ),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2Vnni => call_with!(
+                "avxvnni,avx2,fma,f16c", lanes::Avx2<true>, $name($($arg: $ty),*) $(-> $ret)?
+            ),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Avx2 => call_with!(
+                "avx2,fma,f16c", lanes::Avx2<false>, $name($($arg: $ty),*) $(-> $ret)?
+            ),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => call_with!("neon", lanes::Neon, $name($($arg: $ty),*) $(-> $ret)?),
+            // SAFETY: the portable form runs everywhere, and the caller upholds the kernel's contract.
+            _ => unsafe { $name::<lanes::Portable>($($arg),*) },
         }
     }};
 }
@@ -235,17 +213,13 @@ macro_rules! dispatch_integer {
 macro_rules! dispatch_bf16 {
     ($isa:expr, $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)?) => {{
         #[cfg(target_arch = "x86_64")]
-        use $crate::cpu::kernels::{Isa, lanes};
-        #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx512bf16,avx2,fma,f16c")]
-        unsafe fn avx512($($arg: $ty),*) $(-> $ret)? {
-            // SAFETY: the caller of `dispatch_bf16!` upholds the kernel's contract.
-            unsafe { $name::<lanes::Avx512>($($arg),*) }
-        }
+        use $crate::cpu::kernels::{Isa, isa::call_with, lanes};
         match $isa {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: `Isa::is_available` found the features, and the caller upholds the kernel's contract.
-            Isa::Avx512Bf16 => unsafe { avx512($($arg),*) },
+            Isa::Avx512Bf16 => call_with!(
+                "avx512f,avx512bw,avx512vnni,avx512bf16,avx2,fma,f16c",
+                lanes::Avx512, $name($($arg: $ty),*) $(-> $ret)?
+            ),
             _ => {
                 let _ = ($(&$arg),*);
                 unreachable!("bfloat16 arithmetic was chosen without its instructions")
@@ -254,4 +228,4 @@ macro_rules! dispatch_bf16 {
     }};
 }
 
-pub(super) use {dispatch, dispatch_bf16, dispatch_integer};
+pub(super) use {call_with, dispatch, dispatch_bf16, dispatch_integer};
