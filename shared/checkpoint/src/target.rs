@@ -87,6 +87,14 @@ impl TargetCheckpoint {
         }
     }
 
+    /// Whether the file has tensors in a quantised format, whether or not [`crate::MatrixFormat`] keeps it.
+    pub fn is_quantised(&self) -> bool {
+        match &self.weights {
+            Weights::Safetensors(_) => false,
+            Weights::Gguf(target) => target.is_quantised(),
+        }
+    }
+
     /// Bytes of all stored tensors, for load progress.
     pub fn total_bytes(&self) -> u64 {
         match &self.weights {

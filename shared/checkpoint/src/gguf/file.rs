@@ -45,6 +45,15 @@ impl GgufFile {
         })
     }
 
+    /// Whether a tensor is in a block format.
+    pub(crate) fn is_quantised(&self) -> bool {
+        let float = |dtype| matches!(dtype, GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16);
+        self.header
+            .tensors
+            .values()
+            .any(|tensor| !float(tensor.dtype))
+    }
+
     /// Fails unless the tensor `name` has `shape`. `label` is the name to use in errors.
     pub(crate) fn check(
         &self,

@@ -36,6 +36,11 @@ impl GgufTarget {
         self.file.total_bytes()
     }
 
+    /// Whether a tensor is in a block format.
+    pub(crate) fn is_quantised(&self) -> bool {
+        self.file.is_quantised()
+    }
+
     pub(crate) fn contains(&self, name: &str) -> bool {
         gguf_name(name).is_some_and(|stored| self.file.contains_tensor(&stored))
     }

@@ -82,6 +82,7 @@ fn matrices_of_every_format_have_the_values_of_the_reference() {
         for architecture in ["qwen3", "llama"] {
             let file = model(architecture, type_id, dtype).save();
             let target = TargetCheckpoint::open(file.path()).unwrap();
+            assert_eq!(target.is_quantised(), dtype != GgmlDType::F16, "{dtype:?}");
             for (stored, name, rows) in MATRICES {
                 let context = format!("{dtype:?} {architecture} {name}");
                 let expected = dequantised(dtype, &stored_bytes(dtype, rows));

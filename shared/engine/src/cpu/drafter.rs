@@ -71,7 +71,7 @@ impl CpuDrafter {
     ) -> Result<Self, EngineError> {
         drafter.check_target(&target.config)?;
         let exec = Executor::new(&options.cpu)?;
-        let precision = options.cpu.precision(target)?;
+        let precision = options.cpu.precision(target);
         let mut packer = Packer::new(precision, exec.isa());
         let vocabulary = VocabularyWeights::load(target, options.with_head, &mut packer)?;
         let shared = (exec, Arc::new(vocabulary), precision);

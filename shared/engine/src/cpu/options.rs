@@ -1,6 +1,6 @@
 //! How a model runs on processors.
 
-use treespec_checkpoint::{CheckpointError, TargetCheckpoint};
+use treespec_checkpoint::TargetCheckpoint;
 
 use super::{Isa, Precision};
 
@@ -26,16 +26,8 @@ impl CpuOptions {
     }
 
     /// The precision that was asked for, or the one for `target`.
-    ///
-    /// # Errors
-    /// As [`Precision::of_checkpoint`].
-    pub(super) fn precision(
-        &self,
-        target: &TargetCheckpoint,
-    ) -> Result<Precision, CheckpointError> {
-        match self.precision {
-            Some(precision) => Ok(precision),
-            None => Precision::of_checkpoint(target),
-        }
+    pub(super) fn precision(&self, target: &TargetCheckpoint) -> Precision {
+        self.precision
+            .unwrap_or_else(|| Precision::of_checkpoint(target))
     }
 }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use treespec_checkpoint::{CheckpointError, MatrixFormat, TargetCheckpoint};
+use treespec_checkpoint::TargetCheckpoint;
 
 /// Arithmetic of the linear layers. Attention, norms and sums are f32 in both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -21,18 +21,12 @@ pub enum Precision {
 pub struct UnknownPrecision(String);
 
 impl Precision {
-    /// What is chosen when nothing is said: integers where the file's weights are quantised, f32 otherwise.
-    ///
-    /// # Errors
-    /// When the checkpoint lacks the tensor that is looked at.
-    pub fn of_checkpoint(target: &TargetCheckpoint) -> Result<Self, CheckpointError> {
-        let config = &target.config;
-        let shape = [config.hidden_size, config.intermediate_size];
-        let matrix = target.matrix("model.layers.0.mlp.down_proj.weight", shape)?;
-        Ok(match matrix.format() {
-            MatrixFormat::F32 | MatrixFormat::Bf16 => Self::F32,
-            _ => Self::Quantised,
-        })
+    /// What is chosen when nothing is said: integers where the file has quantised weights, f32 otherwise.
+    pub fn of_checkpoint(target: &TargetCheckpoint) -> Self {
+        match target.is_quantised() {
+            true => Self::Quantised,
+            false => Self::F32,
+        }
     }
 
     /// Name of the flag, and in the numerics profile.

@@ -71,7 +71,7 @@ impl CpuTarget {
         };
         report(0);
         let exec = Executor::new(&options.cpu)?;
-        let precision = options.cpu.precision(target)?;
+        let precision = options.cpu.precision(target);
         let mut packer = Packer::new(precision, exec.isa());
         let shape = layer_shape(config);
         let vocabulary = VocabularyWeights::load(target, true, &mut packer)?;
