@@ -78,7 +78,7 @@ impl SequenceRows<'_> {
 
     /// The parameters by which a row that asks for the head chooses a token; `None` when the best is all that is asked for.
     pub fn sampled(&self) -> Option<&SamplingParams> {
-        self.sampling.filter(|params| !params.is_greedy())
+        drawn(self.sampling)
     }
 
     /// Checks everything that a forward relies on, so that no backend has to.
@@ -105,6 +105,11 @@ impl SequenceRows<'_> {
         let position = (0..rows).map(|r| self.position(r)).max().unwrap_or(0);
         check_position(position, context_length)
     }
+}
+
+/// The parameters under which a token is drawn, not simply the best one taken.
+pub(crate) fn drawn(sampling: Option<&SamplingParams>) -> Option<&SamplingParams> {
+    sampling.filter(|params| !params.is_greedy())
 }
 
 /// [`EngineError::UnknownToken`] for the first token outside the vocabulary.

@@ -35,7 +35,7 @@ pub struct SpeculativeStep<'a> {
 impl SpeculativeStep<'_> {
     /// True when its nodes do not simply take the best token.
     pub fn is_sampled(&self) -> bool {
-        self.sampling.is_some_and(|params| !params.is_greedy())
+        crate::batch::drawn(self.sampling).is_some()
     }
 }
 

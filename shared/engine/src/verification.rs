@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use treespec_sampling::{SamplingParams, greedy};
 use treespec_tree::{Acceptance, AncestorSets, TokenTree, walk};
 
-use crate::batch::{check_position, check_room, check_tokens};
+use crate::batch::{check_position, check_room, check_tokens, drawn};
 use crate::{
     Backend, BlockTable, EngineError, ForwardOutput, HeadRequest, HeadRow, RowBatch, RowShape,
     SequenceRows,
@@ -32,7 +32,7 @@ pub struct TreeRows<'a> {
 impl TreeRows<'_> {
     /// True when its nodes do not simply take the best token.
     pub fn is_sampled(&self) -> bool {
-        self.sampling.is_some_and(|params| !params.is_greedy())
+        drawn(self.sampling).is_some()
     }
 
     /// Checks what [`SequenceRows::validate`] checks, and that every node can choose a token.
