@@ -6,6 +6,7 @@ use treespec_engine::{
     BlockRequest, ContextId, DraftRequest, DraftShape, Drafted, Drafter, EngineError,
 };
 use treespec_rpc::{ServiceError, convert, proto::draft::v1 as pb};
+use treespec_sampling::Coupling;
 use treespec_tree::MAX_BUDGET;
 
 /// Who runs the top-k pass over the vocabulary.
@@ -18,12 +19,13 @@ pub(crate) enum Placement {
 }
 
 /// A checked Propose.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct ProposalRequest {
     pub(crate) ctx_end: u32,
     pub(crate) root_token: u32,
     pub(crate) shape: DraftShape,
     pub(crate) placement: Placement,
+    pub(crate) coupling: Option<Coupling>,
 }
 
 impl ProposalRequest {
@@ -59,6 +61,7 @@ impl ProposalRequest {
             root_token,
             shape,
             placement,
+            coupling: convert::coupling_from_proto(message.coupling.as_ref())?,
         })
     }
 }
@@ -156,6 +159,7 @@ fn trees(drafter: &mut dyn Drafter, requests: &[Request]) -> Result<Vec<Draft>, 
             shape: request.1.shape,
             // What of a draft is beyond the context length is the verifier's to cut.
             max_depth: usize::MAX,
+            coupling: request.1.coupling,
         })
         .collect();
     let drafts = drafter.draft(&wanted)?;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use tokio::sync::oneshot;
+use treespec_checkpoint::CouplingProfile;
 use treespec_engine::DraftShape;
 use treespec_rpc::proto::verify::v1 as pb;
 
@@ -35,6 +36,8 @@ pub(crate) struct Engine {
     pub(crate) default_budget: usize,
     pub(crate) topk_placement: TopkPlacement,
     pub(crate) feature_window: usize,
+    /// What was fitted to the drafter for sampled answers.
+    pub(crate) coupling: Option<CouplingProfile>,
     pub(crate) info: pb::GetModelInfoResponse,
 }
 
@@ -73,6 +76,7 @@ impl Engine {
             default_budget: config.default_budget(),
             topk_placement: config.topk_placement,
             feature_window: config.feature_window,
+            coupling: loaded.coupling,
             info: pb::GetModelInfoResponse {
                 architecture: spec.architecture.to_owned(),
                 vocab_size: spec.vocab_size as u32,

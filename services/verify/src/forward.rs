@@ -11,8 +11,9 @@ use std::thread;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
-use treespec_engine::{DraftShape, ForwardOutput, HeadRequest, HeadRow};
+use treespec_engine::{DraftShape, Drafted, ForwardOutput, HeadRequest, HeadRow, RowChoices};
 use treespec_rpc::ServiceError;
+use treespec_sampling::{Coupling, TokenMask, TokenRules};
 use treespec_tree::{Acceptance, TokenTree};
 
 pub(crate) use self::contexts::DrafterContext;
@@ -31,12 +32,41 @@ pub(crate) struct Place {
     pub(crate) committed: usize,
 }
 
+/// How the rows of a piece of work choose the tokens behind them, see [`RowChoices`].
+pub(crate) struct Choices {
+    pub(crate) rules: Arc<TokenRules>,
+    /// What can come behind each row; empty where anything can.
+    pub(crate) grammar: Vec<TokenMask>,
+    /// Leading rows that the counts of the rules have already.
+    pub(crate) counted_rows: usize,
+}
+
+impl Choices {
+    /// Without a grammar, for rows that are not counted yet.
+    pub(crate) fn of(rules: Arc<TokenRules>) -> Self {
+        Self {
+            rules,
+            grammar: Vec::new(),
+            counted_rows: 0,
+        }
+    }
+
+    fn rows(&self) -> RowChoices<'_> {
+        RowChoices {
+            processors: self.rules.processors(),
+            grammar: &self.grammar,
+            counted_rows: self.counted_rows,
+        }
+    }
+}
+
 /// A chunk of prompt.
 pub(crate) struct Prefill {
     pub(crate) place: Place,
     pub(crate) tokens: Vec<u32>,
     /// One per token.
     pub(crate) head: Vec<Option<HeadRequest>>,
+    pub(crate) choices: Choices,
     /// Whether to return the features of the rows.
     pub(crate) features: bool,
     /// The context of the hosted drafter that gets the features instead.
@@ -48,7 +78,23 @@ pub(crate) struct Verify {
     pub(crate) place: Place,
     pub(crate) tree: TokenTree,
     pub(crate) head: HeadRequest,
+    pub(crate) choices: Choices,
+    /// Whether to return the features of the accepted rows.
     pub(crate) features: bool,
+    /// The context of the hosted drafter that gets the features instead.
+    pub(crate) context: Option<Arc<DrafterContext>>,
+}
+
+/// A draft of the hosted drafter that is not verified at once.
+pub(crate) struct Draft {
+    pub(crate) committed: usize,
+    /// The decided token that is not in the cache yet.
+    pub(crate) root: u32,
+    pub(crate) context: Arc<DrafterContext>,
+    pub(crate) shape: DraftShape,
+    /// Deepest node that can be verified, at least 1.
+    pub(crate) max_depth: usize,
+    pub(crate) coupling: Option<Coupling>,
 }
 
 /// A step of the hosted drafter and the target. It decodes plainly when the drafter cannot draft.
@@ -61,6 +107,8 @@ pub(crate) struct Speculate {
     /// Deepest node that can be verified, at least 1.
     pub(crate) max_depth: usize,
     pub(crate) head: HeadRequest,
+    pub(crate) rules: Arc<TokenRules>,
+    pub(crate) coupling: Option<Coupling>,
 }
 
 /// What became of a tree. The accepted path is in the KV cache when this arrives.
@@ -88,7 +136,8 @@ type Reply<T> = oneshot::Sender<Result<T, ServiceError>>;
 enum Work {
     Prefill(Prefill, Reply<ForwardOutput>),
     Verify(Box<Verify>, Reply<Verified>),
-    Speculate(Speculate, Reply<Verified>),
+    Speculate(Box<Speculate>, Reply<Verified>),
+    Draft(Draft, Reply<Option<Drafted>>),
     HeadTopk(Vec<f32>, usize, Reply<Vec<HeadRow>>),
     CloseContext(ContextKey),
 }
@@ -150,7 +199,13 @@ impl ForwardQueue {
 
     /// One step by the hosted drafter.
     pub(crate) async fn speculate(&self, step: Speculate) -> Result<Verified, ServiceError> {
-        self.send(|reply| Work::Speculate(step, reply)).await
+        self.send(|reply| Work::Speculate(Box::new(step), reply))
+            .await
+    }
+
+    /// A draft by the hosted drafter; `None` when it cannot draft for this context now.
+    pub(crate) async fn draft(&self, draft: Draft) -> Result<Option<Drafted>, ServiceError> {
+        self.send(|reply| Work::Draft(draft, reply)).await
     }
 
     /// The top-k pass for a drafter's hidden rows, `[n, hidden]`.
@@ -186,14 +241,18 @@ fn run(mut host: Host, mut waiting: mpsc::UnboundedReceiver<Work>) -> Result<(),
             match work {
                 Work::Prefill(prefill, reply) => wave.add_prefill(prefill, reply),
                 Work::Verify(verify, reply) => wave.add_tree(*verify, reply),
-                Work::Speculate(step, reply) => wave.add_step(step, reply),
+                Work::Speculate(step, reply) => wave.add_step(*step, reply),
+                Work::Draft(draft, reply) => {
+                    let drafted = host.draft(&draft)?;
+                    // A request that is gone needs no answer, here and below.
+                    let _ = reply.send(Ok(drafted));
+                }
                 Work::HeadTopk(hidden, k, reply) => {
                     let rows = host.model.backend().head_topk(&hidden, k);
                     let rows = match rows {
                         Ok(rows) => Ok(rows),
                         Err(error) => Err(host.fault(&error)?),
                     };
-                    // A request that is gone needs no answer.
                     let _ = reply.send(rows);
                 }
                 Work::CloseContext(key) => host.close_context(key),

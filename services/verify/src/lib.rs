@@ -26,6 +26,7 @@ mod sequence;
 mod server;
 mod service;
 mod statistics;
+mod token_choice;
 
 pub use config::{Config, DraftPlacement, TopkPlacement};
 pub use error::Error;

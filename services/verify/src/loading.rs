@@ -1,6 +1,6 @@
 //! From checkpoints to a model on its device.
 
-use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint, TextTokenizer};
+use treespec_checkpoint::{CouplingProfile, DrafterCheckpoint, TargetCheckpoint, TextTokenizer};
 use treespec_engine::{
     Backend, Colocated, CpuDrafter, CpuOptions, CpuTarget, DeviceChoice, DrafterOptions,
     EngineError, LoadProgress, Speculator, TargetOptions, TargetSpec,
@@ -25,6 +25,8 @@ pub struct LoadedTarget {
     pub model: LoadedModel,
     /// Identity of the drafter whose features the model computes, or which it hosts.
     pub drafter: Option<Fingerprint>,
+    /// What was fitted to that drafter for sampled answers.
+    pub coupling: Option<CouplingProfile>,
     /// The target's own end-of-sequence tokens.
     pub eos_token_ids: Vec<u32>,
     /// Hash of the target's tokenizer.
@@ -122,6 +124,7 @@ pub fn load(config: &Config, announcer: &Announcer) -> Result<LoadedTarget, Erro
     Ok(LoadedTarget {
         model,
         drafter: fingerprint,
+        coupling: drafter.and_then(|drafter| drafter.coupling),
         eos_token_ids: target.config.eos_token_ids.clone(),
         tokenizer_hash: tokenizer.fingerprint().to_owned(),
     })

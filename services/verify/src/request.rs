@@ -3,8 +3,11 @@
 use std::collections::HashSet;
 
 use treespec_rpc::ServiceError;
-use treespec_rpc::convert::{OutputOptions, Speculation, sampling_from_proto};
+use treespec_rpc::convert::{
+    OutputOptions, Speculation, check_tokens, ranking_from_proto, sampling_from_proto,
+};
 use treespec_rpc::proto::verify::v1 as pb;
+use treespec_sampling::{EarlyBans, Ranking, TokenMask, TokenRules};
 
 /// What a request is checked against.
 #[derive(Debug, Clone, Copy)]
@@ -26,6 +29,9 @@ pub(crate) struct GenerationRequest {
     /// New tokens, those of a replay included. The context length is a limit of its own.
     pub(crate) max_tokens: usize,
     pub(crate) stop_tokens: HashSet<u32>,
+    /// How tokens are chosen. Nothing is counted yet.
+    pub(crate) rules: TokenRules,
+    pub(crate) ranking: Ranking,
     pub(crate) speculation: Speculation,
     pub(crate) output: OutputOptions,
     pub(crate) drafter: Option<String>,
@@ -80,14 +86,19 @@ impl GenerationRequest {
                 ),
             ));
         }
-        sampling_from_proto(message.sampling.as_ref())?;
+        let mut rules = sampling_from_proto(message.sampling.as_ref(), limits.vocab_size)?;
         let speculation = Speculation::from_proto(message.speculation.as_ref())?;
         check_speculation(speculation, limits)?;
         let mut stop_tokens: HashSet<u32> = message.stop_token_ids.into_iter().collect();
         if !message.ignore_eos.unwrap_or_default() {
             stop_tokens.extend(limits.eos_token_ids);
         }
+        let min_tokens = message.min_tokens.unwrap_or_default() as usize;
+        rules.early = early_bans(min_tokens, max_tokens, prompt_length, &stop_tokens)?;
+        check_early_choice(&rules, limits.vocab_size)?;
         Ok(Self {
+            rules,
+            ranking: ranking_from_proto(message.speculation.as_ref())?,
             tokens,
             prompt_length,
             max_tokens,
@@ -99,17 +110,50 @@ impl GenerationRequest {
     }
 }
 
-fn check_tokens(field: &str, tokens: &[u32], vocab_size: usize) -> Result<(), ServiceError> {
-    match tokens
-        .iter()
-        .position(|&token| token as usize >= vocab_size)
-    {
-        None => Ok(()),
-        Some(at) => Err(ServiceError::invalid(
-            format!("{field}[{at}]"),
-            format!("{} is outside the vocabulary of {vocab_size}", tokens[at]),
-        )),
+/// What cannot end an answer before it has `min_tokens`.
+fn early_bans(
+    min_tokens: usize,
+    max_tokens: usize,
+    prompt_length: usize,
+    stop_tokens: &HashSet<u32>,
+) -> Result<EarlyBans, ServiceError> {
+    if min_tokens > max_tokens {
+        return Err(ServiceError::invalid(
+            "min_tokens",
+            format!("{min_tokens} are more than the {max_tokens} that can be generated"),
+        ));
     }
+    if min_tokens == 0 {
+        return Ok(EarlyBans::none());
+    }
+    let mut tokens: Vec<u32> = stop_tokens.iter().copied().collect();
+    tokens.sort_unstable();
+    Ok(EarlyBans {
+        tokens,
+        until: (prompt_length + min_tokens) as u32,
+    })
+}
+
+/// Some token that does not end the answer is possible while none may end it.
+fn check_early_choice(rules: &TokenRules, vocab_size: usize) -> Result<(), ServiceError> {
+    let early = rules.early.at(0);
+    if early.is_empty() {
+        return Ok(());
+    }
+    let mut possible = match &rules.allowed {
+        Some(allowed) => allowed.clone(),
+        None => TokenMask::all(vocab_size),
+    };
+    for &token in early.iter().chain(&rules.banned) {
+        possible.remove(token);
+    }
+    if possible.tokens().next().is_none() {
+        return Err(ServiceError::invalid(
+            "min_tokens",
+            "cannot be reached: all allowed tokens would end the answer",
+        ));
+    }
+    Ok(())
 }
 
 fn check_speculation(speculation: Speculation, limits: &Limits<'_>) -> Result<(), ServiceError> {
@@ -186,6 +230,7 @@ mod tests {
             speculation: Some(pb::SpeculationOptions {
                 mode: Some(mode),
                 budget,
+                ranking: None,
             }),
             ..request()
         };
@@ -272,7 +317,7 @@ mod tests {
             let message = pb::GenerateRequest {
                 speculation: Some(pb::SpeculationOptions {
                     mode: Some(mode),
-                    budget: None,
+                    ..Default::default()
                 }),
                 ..request()
             };

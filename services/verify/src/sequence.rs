@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use tokio::sync::mpsc;
 use tonic::Status;
-use treespec_engine::{DraftShape, HeadRequest, HeadRow, build_draft};
+use treespec_engine::{CoupledRanking, DraftShape, HeadRequest, HeadRow, build_draft};
 use treespec_rpc::ServiceError;
 use treespec_rpc::convert::{Speculation, step_tree_to_proto};
 use treespec_rpc::proto::verify::v1 as pb;
@@ -19,6 +19,7 @@ use crate::forward::{DrafterContext, Place, Prefill, Speculate, Verified, Verify
 use crate::logprobs::{head_request, prompt_logprob, prompt_request, token_logprob};
 use crate::request::GenerationRequest;
 use crate::statistics::Statistics;
+use crate::token_choice::TokenChoice;
 
 /// Where a sequence sends what it decides.
 pub(crate) type Events = mpsc::Sender<Result<pb::GenerateResponse, Status>>;
@@ -29,7 +30,7 @@ pub(crate) type Events = mpsc::Sender<Result<pb::GenerateResponse, Status>>;
 /// Admission refused, or a fault of the engine.
 pub(crate) async fn decode(
     engine: &Engine,
-    request: GenerationRequest,
+    mut request: GenerationRequest,
     events: &Events,
 ) -> Result<(), ServiceError> {
     let arrived = Instant::now();
@@ -49,7 +50,13 @@ pub(crate) async fn decode(
     let replayed = request.tokens.len() - request.prompt_length;
     let sequence = Sequence {
         engine,
-        head: head_request(request.output.top_logprobs),
+        head: head_request(&request.output),
+        choice: TokenChoice::new(
+            std::mem::take(&mut request.rules),
+            request.ranking,
+            &request.tokens,
+            request.prompt_length,
+        ),
         replayed,
         generated: replayed,
         request,
@@ -119,6 +126,7 @@ struct Sequence<'a> {
     place: Place,
     /// What the head returns for rows that choose a token.
     head: HeadRequest,
+    choice: TokenChoice,
     shape: Option<DraftShape>,
     drafts: Drafts,
     /// New tokens that the request came with, from before a replay.
@@ -143,7 +151,10 @@ impl Sequence<'_> {
                 let start = self.place.committed as u32;
                 drafting.commit(start, &verified.features).await;
             }
-            self.place.committed += verified.acceptance.path.len();
+            let path = &verified.acceptance.path;
+            self.place.committed += path.len();
+            let tokens = path.iter().map(|&node| verified.tree.tokens()[node]);
+            self.choice.count(tokens, self.place.committed);
             root = verified.acceptance.bonus;
             finish = self.emit_step(&verified).await?;
         }
@@ -167,6 +178,7 @@ impl Sequence<'_> {
                     place: self.place.clone(),
                     tokens: chunk.to_vec(),
                     head: self.prefill_heads(&tokens, start, chunk.len()),
+                    choices: self.choice.of_prompt(chunk.len()),
                     features: matches!(self.drafts, Drafts::Remote(_)),
                     context: match &self.drafts {
                         Drafts::Hosted(context) => Some(Arc::clone(context)),
@@ -231,7 +243,9 @@ impl Sequence<'_> {
             place: self.place.clone(),
             tree,
             head: self.head,
+            choices: self.choice.of_tree(),
             features: matches!(self.drafts, Drafts::Remote(_)),
+            context: None,
         };
         Ok(self.engine.queue.verify(verify).await?)
     }
@@ -250,6 +264,8 @@ impl Sequence<'_> {
             shape,
             max_depth: self.room(),
             head: self.head,
+            rules: self.choice.rules(),
+            coupling: self.choice.coupling(),
         };
         let verified = self.engine.queue.speculate(step).await?;
         match verified.draft {
@@ -274,6 +290,7 @@ impl Sequence<'_> {
             ctx_end: self.place.committed as u32,
             shape,
             placement: self.engine.topk_placement,
+            coupling: self.choice.coupling(),
         };
         let Some(draft) = drafting.propose(wish).await else {
             self.statistics.add_fallback();
@@ -287,11 +304,18 @@ impl Sequence<'_> {
                 let block_size = self.engine.block_size();
                 let row = hidden.len() / block_size.saturating_sub(1).max(1);
                 hidden.truncate(shape.depths(block_size) * row);
-                let k = shape.candidates_per_depth(self.engine.vocab_size);
+                let profile = self.engine.coupling.as_ref();
+                let ranking = wish
+                    .coupling
+                    .and_then(|coupling| CoupledRanking::new(coupling, profile, wish.ctx_end));
+                let k = match ranking {
+                    None => shape.candidates_per_depth(self.engine.vocab_size),
+                    Some(_) => shape.coupled_candidates_per_depth(self.engine.vocab_size),
+                };
                 let rows = self.engine.queue.head_topk(hidden, k).await?;
                 cost.head += started.elapsed();
                 let started = Instant::now();
-                let tree = build_draft(root, &rows, shape);
+                let tree = build_draft(root, &rows, shape, ranking.as_ref());
                 cost.tree += started.elapsed();
                 tree
             }
@@ -386,7 +410,10 @@ impl Sequence<'_> {
 }
 
 fn chosen(row: &HeadRow) -> Result<u32, Stop> {
-    treespec_sampling::greedy(&row.top).ok_or_else(|| {
-        engine_fault(&treespec_engine::EngineError::NonFiniteLogits { row: 0 }).into()
-    })
+    let token = row.chosen.map(|chosen| chosen.token);
+    token
+        .or_else(|| treespec_sampling::greedy(&row.top))
+        .ok_or_else(|| {
+            engine_fault(&treespec_engine::EngineError::NonFiniteLogits { row: 0 }).into()
+        })
 }

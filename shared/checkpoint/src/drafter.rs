@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 use crate::config_file::ConfigFile;
 use crate::safetensors_directory::SafetensorsDirectory;
 use crate::target::label_of;
-use crate::{CheckpointError, DrafterConfig, StoredMatrix, TargetConfig};
+use crate::{CheckpointError, CouplingProfile, DrafterConfig, StoredMatrix, TargetConfig};
 
 /// A DFlash v1 drafter (z-lab layout): a directory with config.json and safetensors.
 ///
@@ -17,6 +17,8 @@ use crate::{CheckpointError, DrafterConfig, StoredMatrix, TargetConfig};
 pub struct DrafterCheckpoint {
     /// Checked hyper-parameters.
     pub config: DrafterConfig,
+    /// What was fitted for sampled answers, where that was done.
+    pub coupling: Option<CouplingProfile>,
     path: PathBuf,
     weights: SafetensorsDirectory,
 }
@@ -44,6 +46,7 @@ impl DrafterCheckpoint {
         )?;
         let checkpoint = Self {
             config: DrafterConfig::from_config(&config)?,
+            coupling: CouplingProfile::open(path)?,
             path: path.to_owned(),
             weights: SafetensorsDirectory::open(path)?,
         };

@@ -12,6 +12,7 @@
 mod attention_shape;
 mod chat_template;
 mod config_file;
+mod coupling_profile;
 mod drafter;
 mod drafter_config;
 mod error;
@@ -31,6 +32,7 @@ mod tensor_source;
 mod tokenizer;
 
 pub use chat_template::{ChatMessage, ChatTemplate};
+pub use coupling_profile::{CouplingProfile, TemperatureFit};
 pub use drafter::DrafterCheckpoint;
 pub use drafter_config::{DrafterAttention, DrafterConfig};
 pub use error::CheckpointError;

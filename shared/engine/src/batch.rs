@@ -1,6 +1,6 @@
 //! The ragged batch: rows of several sequences that go through the target in one forward.
 
-use treespec_sampling::SamplingParams;
+use treespec_sampling::{Processors, TokenMask};
 use treespec_tree::{AncestorSets, TokenTree};
 
 use crate::{BlockTable, EngineError};
@@ -14,6 +14,11 @@ pub struct HeadRequest {
     pub normaliser: bool,
     /// A token whose logit to return besides.
     pub gather: Option<u32>,
+    /// Whether to return the rank of the chosen token.
+    pub rank: bool,
+    /// Top tokens, normaliser, chosen token and rank are those of the distribution that the token is drawn from
+    /// ([`treespec_sampling::distribution`]), not of the logits as they are. `gather` is not concerned.
+    pub processed: bool,
 }
 
 impl HeadRequest {
@@ -22,7 +27,48 @@ impl HeadRequest {
         top_k: 1,
         normaliser: false,
         gather: None,
+        rank: false,
+        processed: false,
     };
+}
+
+/// How the rows of a sequence choose the tokens behind them. Row `i` chooses the token of position `position(i) + 1`.
+#[derive(Debug, Clone, Copy)]
+pub struct RowChoices<'a> {
+    /// What holds for all rows. Path and grammar are not read: the path of a row are its ancestors and itself.
+    pub processors: Processors<'a>,
+    /// What can come behind each row; empty where anything can.
+    pub grammar: &'a [TokenMask],
+    /// Leading rows that the counts of the processors have already.
+    pub counted_rows: usize,
+}
+
+impl<'a> From<Processors<'a>> for RowChoices<'a> {
+    fn from(processors: Processors<'a>) -> Self {
+        Self {
+            processors,
+            grammar: &[],
+            counted_rows: 0,
+        }
+    }
+}
+
+impl RowChoices<'_> {
+    /// True when every row takes its most probable token.
+    pub fn is_argmax(&self) -> bool {
+        self.grammar.is_empty() && self.processors.is_argmax()
+    }
+
+    /// [`EngineError::InvalidBatch`] unless there is a mask for every row, or none.
+    pub(crate) fn validate(&self, rows: usize) -> Result<(), EngineError> {
+        if self.grammar.is_empty() || self.grammar.len() == rows {
+            return Ok(());
+        }
+        Err(EngineError::InvalidBatch(format!(
+            "{} grammar masks for {rows} rows",
+            self.grammar.len()
+        )))
+    }
 }
 
 /// How the rows of a sequence see each other. Every row sees all committed rows and itself.
@@ -52,9 +98,9 @@ pub struct SequenceRows<'a> {
     pub shape: RowShape<'a>,
     /// One entry per row; `None` skips the head for that row.
     pub head: &'a [Option<HeadRequest>],
-    /// How the rows that ask for the head choose the token behind them, see [`crate::HeadRow::chosen`]; `None` and greedy
-    /// parameters choose nothing.
-    pub sampling: Option<&'a SamplingParams>,
+    /// How the rows that ask for the head choose the token behind them, see [`crate::HeadRow::chosen`]; `None`, and rules
+    /// that take the best, choose nothing.
+    pub sampling: Option<RowChoices<'a>>,
     /// Whether to return the drafter's context features of every row.
     pub features: bool,
 }
@@ -76,9 +122,21 @@ impl SequenceRows<'_> {
             }
     }
 
-    /// The parameters by which a row that asks for the head chooses a token; `None` when the best is all that is asked for.
-    pub fn sampled(&self) -> Option<&SamplingParams> {
+    /// How a row that asks for the head chooses a token; `None` when the best is all that is asked for.
+    pub fn sampled(&self) -> Option<RowChoices<'_>> {
         drawn(self.sampling)
+    }
+
+    /// Tokens of the rows from `first` on that `row` sees, itself last.
+    pub(crate) fn path(&self, row: usize, first: usize) -> Vec<u32> {
+        match self.shape {
+            RowShape::Chain => self.tokens.get(first..=row).unwrap_or_default().to_vec(),
+            RowShape::Tree { ancestors, .. } => ancestors
+                .iter(row)
+                .filter(|&node| node >= first)
+                .map(|node| self.tokens[node])
+                .collect(),
+        }
     }
 
     /// Checks everything that a forward relies on, so that no backend has to.
@@ -99,6 +157,8 @@ impl SequenceRows<'_> {
         {
             return invalid(format!("a tree of {} nodes for {rows} rows", depths.len()));
         }
+        self.sampling
+            .map_or(Ok(()), |choices| choices.validate(rows))?;
         let gathered = self.head.iter().flatten().filter_map(|h| h.gather);
         check_tokens(self.tokens.iter().copied().chain(gathered), vocab_size)?;
         check_room(self.table, self.committed, rows)?;
@@ -107,9 +167,9 @@ impl SequenceRows<'_> {
     }
 }
 
-/// The parameters under which a token is drawn, not simply the best one taken.
-pub(crate) fn drawn(sampling: Option<&SamplingParams>) -> Option<&SamplingParams> {
-    sampling.filter(|params| !params.is_greedy())
+/// How tokens are chosen, unless simply the best one is taken.
+pub(crate) fn drawn(sampling: Option<RowChoices<'_>>) -> Option<RowChoices<'_>> {
+    sampling.filter(|choices| !choices.is_argmax())
 }
 
 /// [`EngineError::UnknownToken`] for the first token outside the vocabulary.

@@ -3,6 +3,7 @@
 use treespec_tree::{Candidate, DepthCandidates, TokenTree};
 
 use crate::HeadRow;
+use crate::coupling::{CoupledRanking, RANKED_CANDIDATES};
 
 /// Shape of a draft.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,11 +44,27 @@ impl DraftShape {
             Self::Tree { budget } => budget.clamp(1, vocab_size),
         }
     }
+
+    /// Likewise when noise can change the order of the candidates.
+    pub fn coupled_candidates_per_depth(&self, vocab_size: usize) -> usize {
+        let kept = self.candidates_per_depth(vocab_size);
+        kept.max(RANKED_CANDIDATES.min(vocab_size))
+    }
 }
 
-/// Builds the draft below `root` from the head rows of slots `1..block_size`, which need their normaliser.
-pub fn build_draft(root: u32, rows: &[HeadRow], shape: DraftShape) -> TokenTree {
-    let depths = DepthCandidates(rows.iter().map(candidates).collect());
+/// Builds the draft below `root` from the head rows of slots `1..block_size`, which need their normaliser. Candidates are
+/// ranked by the drafter's probability, or as `ranking` says.
+pub fn build_draft(
+    root: u32,
+    rows: &[HeadRow],
+    shape: DraftShape,
+    ranking: Option<&CoupledRanking<'_>>,
+) -> TokenTree {
+    let ranked = |(depth, row): (usize, &HeadRow)| match ranking {
+        Some(ranking) => ranking.candidates(row, depth),
+        None => candidates(row),
+    };
+    let depths = DepthCandidates(rows.iter().enumerate().map(ranked).collect());
     match shape {
         DraftShape::Chain => treespec_tree::chain(root, &depths),
         DraftShape::Tree { budget } => treespec_tree::best_first(root, &depths, budget),
@@ -82,6 +99,7 @@ mod tests {
                 .collect(),
             gathered: None,
             chosen: None,
+            rank: None,
         };
         let rows: Vec<HeadRow> = (0..15).map(row).collect();
         for budget in 1..=20 {
@@ -93,7 +111,10 @@ mod tests {
                     ..row.clone()
                 })
                 .collect();
-            assert_eq!(build_draft(7, &needed, shape), build_draft(7, &rows, shape));
+            assert_eq!(
+                build_draft(7, &needed, shape, None),
+                build_draft(7, &rows, shape, None)
+            );
         }
     }
 }

@@ -3,9 +3,11 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use treespec_checkpoint::CouplingProfile;
+use treespec_sampling::Coupling;
 use treespec_tree::TokenTree;
 
-use crate::{DraftShape, EngineError, HeadRow, build_draft};
+use crate::{CoupledRanking, DraftShape, EngineError, HeadRow, build_draft};
 
 /// Handle of one sequence's context inside a drafter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -65,7 +67,7 @@ pub struct BlockRequest {
 }
 
 /// One draft to make.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DraftRequest {
     /// The block that the draft is built from.
     pub block: BlockRequest,
@@ -74,6 +76,18 @@ pub struct DraftRequest {
     /// Nodes deeper than this are cut from the finished tree, so that a draft near the context length is a part of the
     /// one that would be made without it.
     pub max_depth: usize,
+    /// How the candidates take part in the draw of the target's tokens; `None` ranks them by their probability.
+    pub coupling: Option<Coupling>,
+}
+
+impl DraftRequest {
+    /// Candidates per depth that the top-k pass must find.
+    pub fn candidates_per_depth(&self, vocab_size: usize) -> usize {
+        match self.coupling {
+            None => self.shape.candidates_per_depth(vocab_size),
+            Some(_) => self.shape.coupled_candidates_per_depth(vocab_size),
+        }
+    }
 }
 
 /// A draft and what it cost. The passes are shared by a batch, and each draft reports the whole pass: that is how long
@@ -94,6 +108,11 @@ pub struct Drafted {
 pub trait Drafter: Send {
     /// Sizes, constant for the life of the drafter.
     fn spec(&self) -> &DrafterSpec;
+
+    /// What was fitted to this drafter for sampled answers.
+    fn coupling_profile(&self) -> Option<&CouplingProfile> {
+        None
+    }
 
     /// Opens an empty context.
     ///
@@ -192,7 +211,7 @@ fn draft_by_block<D: Drafter + ?Sized>(
     // A builder reads no further than its budget, so the widest request serves all.
     let candidates = requests
         .iter()
-        .map(|request| request.shape.candidates_per_depth(vocab_size))
+        .map(|request| request.candidates_per_depth(vocab_size))
         .max()
         .unwrap_or(0);
     let mut rows = drafter.head_topk(&hidden, candidates)?.into_iter();
@@ -201,22 +220,35 @@ fn draft_by_block<D: Drafter + ?Sized>(
     let drafts = requests.iter().map(|request| {
         let started = Instant::now();
         let depths = request.shape.depths(block_size);
-        let rows: Vec<HeadRow> = rows.by_ref().take(depths).collect();
-        let mut tree = build_draft(request.block.root_token, &rows, request.shape);
+        let mut rows: Vec<HeadRow> = rows.by_ref().take(depths).collect();
+        // Noise reaches as far as a request's own candidates: its company must not change a draft.
+        let own = request.candidates_per_depth(vocab_size);
+        rows.iter_mut().for_each(|row| row.top.truncate(own));
+        let root_position = drafter.context(request.block.context)?.end;
+        let profile = drafter.coupling_profile();
+        let ranking = request
+            .coupling
+            .and_then(|coupling| CoupledRanking::new(coupling, profile, root_position));
+        let root = request.block.root_token;
+        let mut tree = build_draft(root, &rows, request.shape, ranking.as_ref());
         tree.truncate_depth(u32::try_from(request.max_depth).unwrap_or(u32::MAX));
-        Drafted {
+        Ok(Drafted {
             tree,
             forward,
             head,
             build: started.elapsed(),
-        }
+        })
     });
-    Ok(drafts.collect())
+    drafts.collect()
 }
 
 impl<D: Drafter + ?Sized> Drafter for Box<D> {
     fn spec(&self) -> &DrafterSpec {
         (**self).spec()
+    }
+
+    fn coupling_profile(&self) -> Option<&CouplingProfile> {
+        (**self).coupling_profile()
     }
 
     fn open(&mut self) -> Result<ContextId, EngineError> {

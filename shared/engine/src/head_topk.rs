@@ -11,17 +11,19 @@ pub(crate) fn best_first(a: &ScoredToken, b: &ScoredToken) -> Ordering {
         .then_with(|| a.token.cmp(&b.token))
 }
 
-/// What one row of a head pass yields. No dense logits leave the backend.
+/// What one row of a head pass yields. Logits are unprocessed unless [`crate::HeadRequest::processed`] was set. No dense logits leave the backend.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeadRow {
     /// `ln(sum(exp(logit)))` over the whole vocabulary; NaN when it was not asked for.
     pub log_normaliser: f32,
-    /// The k best, scored by unprocessed logit, highest first, ties to the lower token id.
+    /// The k best, scored by logit, highest first, ties to the lower token id.
     pub top: Vec<ScoredToken>,
     /// Logit of the token that the request named.
     pub gathered: Option<f32>,
-    /// The token for the position behind the row's, scored by unprocessed logit, where the row is sampled.
+    /// The token for the position behind the row's, scored by logit, where the row is sampled.
     pub chosen: Option<ScoredToken>,
+    /// Rank of the chosen token, 1 for the best, where it was asked for and the row is sampled.
+    pub rank: Option<u32>,
 }
 
 impl HeadRow {

@@ -11,6 +11,7 @@
 
 mod backend;
 mod batch;
+mod coupling;
 pub mod cpu;
 mod device;
 mod draft_contexts;
@@ -25,7 +26,8 @@ mod speculator;
 pub mod verification;
 
 pub use backend::{Backend, ForwardOutput, LoadProgress, TargetSpec};
-pub use batch::{HeadRequest, RowBatch, RowShape, SequenceRows};
+pub use batch::{HeadRequest, RowBatch, RowChoices, RowShape, SequenceRows};
+pub use coupling::CoupledRanking;
 pub use cpu::{
     CpuDrafter, CpuLimits, CpuOptions, CpuTarget, DrafterOptions, Isa, PackedWeights, Precision,
     TargetOptions, TargetWeights, UnknownIsa, UnknownPrecision,

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use treespec_sampling::SamplingParams;
+use treespec_sampling::{Coupling, Processors};
 use treespec_tree::TokenTree;
 
 use crate::{
     Backend, BlockRequest, BlockTable, ContextId, DraftRequest, DraftShape, Drafter, EngineError,
-    ForwardOutput, HeadRequest, HeadRow, PrefillMode, RowBatch, StepBatch, StepOutput, TargetSpec,
-    TreeRows, VerifiedTree,
+    ForwardOutput, HeadRequest, HeadRow, PrefillMode, RowBatch, RowChoices, StepBatch, StepOutput,
+    TargetSpec, TreeRows, VerifiedTree,
 };
 
 /// One step of one sequence.
@@ -28,14 +28,18 @@ pub struct SpeculativeStep<'a> {
     pub max_depth: usize,
     /// What every node wants from the target's head; at least one best token.
     pub head: HeadRequest,
-    /// How every node chooses its token, see [`TreeRows::sampling`].
-    pub sampling: Option<&'a SamplingParams>,
+    /// How every node chooses its token, see [`TreeRows::sampling`]; without grammar, for which the tree must be known
+    /// before it is verified.
+    pub sampling: Option<Processors<'a>>,
+    /// How the drafter takes part in the draw, see [`DraftRequest::coupling`].
+    pub coupling: Option<Coupling>,
 }
 
 impl SpeculativeStep<'_> {
     /// True when its nodes do not simply take the best token.
     pub fn is_sampled(&self) -> bool {
-        crate::batch::drawn(self.sampling).is_some()
+        self.sampling
+            .is_some_and(|processors| !processors.is_argmax())
     }
 }
 
@@ -177,7 +181,7 @@ impl<B: Backend, D: Drafter> Speculator for Colocated<B, D> {
                     committed: step.committed,
                     tree: &draft.tree,
                     head: step.head,
-                    sampling: step.sampling,
+                    sampling: step.sampling.map(RowChoices::from),
                     features: true,
                 })
                 .collect(),
@@ -215,6 +219,7 @@ impl From<&SpeculativeStep<'_>> for DraftRequest {
             },
             shape: step.shape,
             max_depth: step.max_depth,
+            coupling: step.coupling,
         }
     }
 }

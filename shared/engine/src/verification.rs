@@ -3,13 +3,13 @@
 
 use std::time::{Duration, Instant};
 
-use treespec_sampling::{SamplingParams, greedy};
+use treespec_sampling::greedy;
 use treespec_tree::{Acceptance, AncestorSets, TokenTree, walk};
 
 use crate::batch::{check_position, check_room, check_tokens, drawn};
 use crate::{
-    Backend, BlockTable, EngineError, ForwardOutput, HeadRequest, HeadRow, RowBatch, RowShape,
-    SequenceRows,
+    Backend, BlockTable, EngineError, ForwardOutput, HeadRequest, HeadRow, RowBatch, RowChoices,
+    RowShape, SequenceRows,
 };
 
 /// A tree to verify and to commit as far as the target agrees.
@@ -24,7 +24,7 @@ pub struct TreeRows<'a> {
     /// What every node wants from the head; at least one best token.
     pub head: HeadRequest,
     /// How every node chooses the token behind it; `None` takes the best.
-    pub sampling: Option<&'a SamplingParams>,
+    pub sampling: Option<RowChoices<'a>>,
     /// Whether to return the drafter's context features of the accepted rows.
     pub features: bool,
 }
@@ -45,6 +45,8 @@ impl TreeRows<'_> {
                 "a tree whose nodes ask for no token of the head".into(),
             ));
         }
+        self.sampling
+            .map_or(Ok(()), |choices| choices.validate(self.tree.len()))?;
         let tokens = self.tree.tokens().iter().copied();
         check_tokens(tokens.chain(self.head.gather), vocab_size)?;
         check_room(self.table, self.committed, self.tree.len())?;

@@ -48,9 +48,48 @@ impl TokenMask {
             .is_some_and(|word| word >> (token % 32) & 1 != 0)
     }
 
+    /// The tokens, ascending.
+    pub fn tokens(&self) -> impl Iterator<Item = u32> + '_ {
+        (0u32..)
+            .step_by(32)
+            .zip(&self.0)
+            .flat_map(|(first, &word)| {
+                (0..32)
+                    .filter(move |bit| word >> bit & 1 != 0)
+                    .map(move |bit| first + bit)
+            })
+    }
+
     /// The words.
     pub fn words(&self) -> &[u32] {
         &self.0
+    }
+}
+
+/// Tokens that are impossible at the start of an answer, so that it gets its least length.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct EarlyBans {
+    /// Token ids: those that would end the answer.
+    pub tokens: Vec<u32>,
+    /// First absolute position at which they are possible.
+    pub until: u32,
+}
+
+impl EarlyBans {
+    /// No token is banned anywhere.
+    pub const fn none() -> Self {
+        Self {
+            tokens: Vec::new(),
+            until: 0,
+        }
+    }
+
+    /// The tokens that are impossible at a position.
+    pub fn at(&self, position: u32) -> &[u32] {
+        match position < self.until {
+            true => &self.tokens,
+            false => &[],
+        }
     }
 }
 
@@ -95,6 +134,7 @@ mod tests {
         let mut mask = TokenMask::from_tokens(70, [0, 31, 32, 69, 70, u32::MAX]);
         let held: Vec<u32> = (0..200).filter(|&token| mask.contains(token)).collect();
         assert_eq!(held, [0, 31, 32, 69]);
+        assert_eq!(mask.tokens().collect::<Vec<u32>>(), held);
         mask.remove(31);
         mask.remove(1000);
         assert!(!mask.contains(31));

@@ -10,18 +10,22 @@
 mod arithmetic;
 mod blocks;
 mod constraints;
+mod coupling;
 mod filters;
 mod greedy;
 mod noise;
 mod params;
 mod penalties;
+mod rules;
 mod sampler;
 
 pub use arithmetic::mass;
-pub use constraints::{LogitBias, TokenMask};
+pub use constraints::{EarlyBans, LogitBias, TokenMask};
+pub use coupling::{Coupling, Ranking};
 pub use filters::{Filters, KEEP_ALL, distance};
 pub use greedy::{ScoredToken, greedy};
-pub use noise::{NOISE_FLOOR, NOISE_LIMIT, gumbel, gumbel_of_word, random_words};
+pub use noise::{NOISE_FLOOR, NOISE_LIMIT, answer_seed, gumbel, gumbel_of_word, random_words};
 pub use params::{SamplingError, SamplingParams};
 pub use penalties::{Penalties, TokenCount, TokenCounts};
-pub use sampler::{Choice, Processors, sample};
+pub use rules::TokenRules;
+pub use sampler::{Choice, Processors, distribution, rank, sample};

@@ -10,6 +10,8 @@ pub const NOISE_FLOOR: f32 = -3.2;
 
 /// Third word of the counter. Other uses of a request's seed must take another value: shared draws bias a choice.
 const TOKEN_CHOICE: u32 = 0;
+/// Of the seeds of a request's further answers.
+const ANSWER_SEED: u32 = 1;
 
 /// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 #[inline(always)]
@@ -36,6 +38,16 @@ pub fn random_words(seed: u64, position: u32, quad: u32) -> [u32; 4] {
         [quad, position, TOKEN_CHOICE, 0],
         [seed as u32, (seed >> 32) as u32],
     )
+}
+
+/// The seed of one of several answers to a request: the request's own for answer 0.
+pub fn answer_seed(seed: u64, answer: u32) -> u64 {
+    if answer == 0 {
+        return seed;
+    }
+    let key = [seed as u32, (seed >> 32) as u32];
+    let [low, high, ..] = philox([answer, 0, ANSWER_SEED, 0], key);
+    u64::from(low) | u64::from(high) << 32
 }
 
 /// Standard Gumbel noise `-ln(-ln u)` of a token at an absolute position, from 32 random bits.
@@ -96,6 +108,16 @@ mod tests {
             ),
             [0xD16C_FE09, 0x94FD_CCEB, 0x5001_E420, 0x2412_6EA1]
         );
+    }
+
+    #[test]
+    fn answers_have_seeds_of_their_own() {
+        let seeds: Vec<u64> = (0..64).map(|answer| answer_seed(7, answer)).collect();
+        assert_eq!(seeds[0], 7);
+        for (at, seed) in seeds.iter().enumerate() {
+            assert!(!seeds[..at].contains(seed));
+            assert_ne!(*seed, answer_seed(8, at as u32));
+        }
     }
 
     /// A change of these bits changes every sampled text.

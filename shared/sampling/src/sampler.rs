@@ -1,7 +1,7 @@
 //! From logits to a token.
 
 use crate::blocks::{BLOCK, GROUP, largest};
-use crate::constraints::{LogitBias, TokenMask};
+use crate::constraints::{EarlyBans, LogitBias, TokenMask};
 use crate::filters::{Filters, Scale, distance};
 use crate::noise::{NOISE_LIMIT, gumbel_of_word, noise_bound, random_words};
 use crate::penalties::{Penalties, TokenCounts};
@@ -27,6 +27,8 @@ pub struct Processors<'a> {
     pub allowed: Option<&'a TokenMask>,
     /// Impossible ids.
     pub banned: &'a [u32],
+    /// Ids that are impossible at the start of the answer.
+    pub early: &'a EarlyBans,
     /// The tokens so far, for the penalties.
     pub counts: &'a TokenCounts,
     /// Tokens generated after those that `counts` has: of a tree node its ancestors and itself.
@@ -39,16 +41,40 @@ impl<'a> Processors<'a> {
     /// The parameters and nothing else.
     pub fn new(params: &'a SamplingParams) -> Self {
         static NO_BIAS: LogitBias = LogitBias::none();
+        static NO_EARLY_BANS: EarlyBans = EarlyBans::none();
         static NO_COUNTS: TokenCounts = TokenCounts::none();
         Self {
             params,
             bias: &NO_BIAS,
             allowed: None,
             banned: &[],
+            early: &NO_EARLY_BANS,
             counts: &NO_COUNTS,
             path: &[],
             grammar: None,
         }
+    }
+
+    /// True when the choice is the most probable token of the unprocessed logits, whatever they are.
+    pub fn is_argmax(&self) -> bool {
+        self.params.is_greedy()
+            && self.bias.entries().is_empty()
+            && self.allowed.is_none()
+            && self.banned.is_empty()
+            && self.early.tokens.is_empty()
+            && self.grammar.is_none()
+            && !self.has_penalties()
+    }
+
+    /// Whether the tokens so far matter.
+    pub fn has_penalties(&self) -> bool {
+        !Penalties::new(self.params).is_neutral()
+    }
+
+    /// Whether a token can follow the tokens so far.
+    #[inline(always)]
+    fn allows(&self, token: u32) -> bool {
+        self.grammar.is_none_or(|grammar| grammar.contains(token))
     }
 }
 
@@ -72,12 +98,8 @@ pub struct Choice {
 /// it. They do the same operations in every one.
 #[inline(always)]
 pub fn sample(logits: &mut [f32], processors: &Processors<'_>, position: u32) -> Option<Choice> {
-    let originals = process(logits, processors);
-    let allowed = |token: u32| {
-        processors
-            .grammar
-            .is_none_or(|grammar| grammar.contains(token))
-    };
+    let originals = process(logits, processors, position);
+    let allowed = |token: u32| processors.allows(token);
     let sampled = match processors.params.is_greedy() {
         true => None,
         false => perturbed(logits, processors.params, position, allowed),
@@ -92,8 +114,54 @@ pub fn sample(logits: &mut [f32], processors: &Processors<'_>, position: u32) ->
     })
 }
 
+/// Turns the logits of a row into those of the distribution that its token is drawn from: processed, and divided by the
+/// temperature unless that is 0. What cannot be chosen is minus infinity.
+pub fn distribution(logits: &mut [f32], processors: &Processors<'_>, position: u32) {
+    process(logits, processors, position);
+    let best = largest(logits);
+    if best == f32::NEG_INFINITY {
+        return;
+    }
+    let last_resort = most_probable(logits, |token| processors.allows(token));
+    let scale = Scale {
+        best,
+        temperature: processors.params.temperature,
+    };
+    let limit = match processors.params.is_greedy() {
+        true => KEEP_ALL,
+        false => Filters::new(processors.params).limit(logits, scale),
+    };
+    let mut is_empty = true;
+    for (token, logit) in (0u32..).zip(logits.iter_mut()) {
+        let scaled = match processors.params.is_greedy() {
+            true => Some(*logit - best).filter(|scaled| !scaled.is_nan()),
+            false => scale.apply(*logit),
+        };
+        let kept = scaled
+            .filter(|&scaled| limit == KEEP_ALL || distance(scaled) <= limit)
+            .filter(|_| processors.allows(token));
+        is_empty &= kept.is_none_or(|kept| kept == f32::NEG_INFINITY);
+        *logit = kept.unwrap_or(f32::NEG_INFINITY);
+    }
+    if let (true, Some(token)) = (is_empty, last_resort) {
+        logits[token as usize] = 0.0;
+    }
+}
+
+/// How many tokens come before `token` by logit, ties by the lower id, and itself: 1 is the most probable.
+pub fn rank(logits: &[f32], token: u32) -> u32 {
+    let own = logits
+        .get(token as usize)
+        .copied()
+        .unwrap_or(f32::NEG_INFINITY);
+    let (before, behind) = logits.split_at(logits.len().min(token as usize));
+    let above = before.iter().filter(|&&logit| logit >= own).count()
+        + behind.iter().filter(|&&logit| logit > own).count();
+    1 + above as u32
+}
+
 /// Applies bias, bans and penalties. Returns the changed logits of tokens that can still be chosen, as they were.
-fn process(logits: &mut [f32], processors: &Processors<'_>) -> Vec<(u32, f32)> {
+fn process(logits: &mut [f32], processors: &Processors<'_>, position: u32) -> Vec<(u32, f32)> {
     let mut originals = Vec::new();
     for &(token, bias) in processors.bias.entries() {
         if let Some(logit) = logits.get_mut(token as usize) {
@@ -108,7 +176,11 @@ fn process(logits: &mut [f32], processors: &Processors<'_>) -> Vec<(u32, f32)> {
             }
         }
     }
-    for &token in processors.banned {
+    for &token in processors
+        .banned
+        .iter()
+        .chain(processors.early.at(position))
+    {
         if let Some(logit) = logits.get_mut(token as usize) {
             *logit = f32::NEG_INFINITY;
         }

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use treespec_engine::DraftShape;
 use treespec_rpc::ServiceError;
+use treespec_sampling::Coupling;
 use treespec_tree::TokenTree;
 
 use crate::config::TopkPlacement;
@@ -63,6 +64,8 @@ pub(crate) struct DraftWish {
     pub(crate) ctx_end: u32,
     pub(crate) shape: DraftShape,
     pub(crate) placement: TopkPlacement,
+    /// How the draft takes part in the draw of the tokens.
+    pub(crate) coupling: Option<Coupling>,
 }
 
 /// The drafter of one sequence.

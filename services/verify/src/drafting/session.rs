@@ -7,7 +7,9 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant as Deadline, timeout, timeout_at};
 use treespec_engine::DraftShape;
 use treespec_rpc::ServiceError;
-use treespec_rpc::convert::{block_hidden_from_proto, features_to_proto, tree_from_proto};
+use treespec_rpc::convert::{
+    block_hidden_from_proto, coupling_to_proto, features_to_proto, tree_from_proto,
+};
 use treespec_rpc::proto::draft::v1 as pb;
 use treespec_rpc::proto::draft::v1::link_request::Message as Request;
 use treespec_rpc::proto::draft::v1::proposal::Draft as Body;
@@ -123,6 +125,7 @@ impl Session {
             shape: shape.into(),
             budget,
             placement: pb::TopkPlacement::from(wish.placement).into(),
+            coupling: wish.coupling.and_then(coupling_to_proto),
         };
         self.link.send(Request::Propose(propose)).await?;
         let Ok(event) = timeout_at(deadline, self.next_event()).await else {

@@ -3,10 +3,13 @@
 
 use std::sync::{Arc, OnceLock};
 
-use treespec_engine::{ContextId, EngineError, Speculated, SpeculativeStep, StepBatch, StepOutput};
+use treespec_engine::{
+    BlockRequest, ContextId, DraftRequest, Drafted, EngineError, Speculated, SpeculativeStep,
+    StepBatch, StepOutput,
+};
 use treespec_rpc::ServiceError;
 
-use super::Speculate;
+use super::Draft;
 use super::contexts::{ContextKey, Contexts};
 use crate::LoadedModel;
 use crate::error::engine_fault;
@@ -53,16 +56,46 @@ impl Host {
         self.only_fatal(appended)
     }
 
-    /// The context of a step, when it can be drafted for.
-    pub(super) fn ready(&mut self, step: &Speculate) -> Result<Option<ContextId>, Lost> {
+    /// A sequence's context, when it can be drafted for from `committed`.
+    pub(super) fn ready(
+        &mut self,
+        key: ContextKey,
+        committed: usize,
+    ) -> Result<Option<ContextId>, Lost> {
         let Some(speculator) = self.model.speculator() else {
             return Ok(None);
         };
-        let (key, committed) = (step.context.key(), step.place.committed);
         let ready = self.contexts.ready(speculator.drafter(), key, committed);
         match ready {
             Ok(id) => Ok(id),
             Err(error) => self.only_fatal(Err(error)).map(|()| None),
+        }
+    }
+
+    /// A draft alone. `None` when there can be none.
+    pub(super) fn draft(&mut self, draft: &Draft) -> Result<Option<Drafted>, Lost> {
+        let key = draft.context.key();
+        let Some(context) = self.ready(key, draft.committed)? else {
+            return Ok(None);
+        };
+        let Some(speculator) = self.model.speculator() else {
+            return Ok(None);
+        };
+        let request = DraftRequest {
+            block: BlockRequest {
+                context,
+                root_token: draft.root,
+            },
+            shape: draft.shape,
+            max_depth: draft.max_depth,
+            coupling: draft.coupling,
+        };
+        match speculator.drafter().draft(&[request]) {
+            Ok(mut drafts) => Ok(drafts.pop()),
+            Err(error) => {
+                self.fail_context(key, error)?;
+                Ok(None)
+            }
         }
     }
 

@@ -14,7 +14,7 @@ use treespec_tree::TokenTree;
 
 use super::contexts::DrafterContext;
 use super::host::{Host, Lost};
-use super::{Place, Prefill, Reply, Speculate, Timings, Verified, Verify};
+use super::{Choices, Place, Prefill, Reply, Speculate, Timings, Verified, Verify};
 use crate::drafting::DraftCost;
 
 /// Work for one pass.
@@ -37,6 +37,7 @@ enum Member {
         place: Place,
         tree: TokenTree,
         head: HeadRequest,
+        choices: Choices,
         features: bool,
         /// The hosted drafter's context that gets the features.
         context: Option<Arc<DrafterContext>>,
@@ -54,8 +55,9 @@ impl Wave {
             place: verify.place,
             tree: verify.tree,
             head: verify.head,
-            features: verify.features,
-            context: None,
+            choices: verify.choices,
+            features: verify.features || verify.context.is_some(),
+            context: verify.context,
             reply,
         });
     }
@@ -84,7 +86,8 @@ fn speculate(host: &mut Host, members: Vec<StepMember>) -> Result<Vec<Member>, L
     let mut plain = Vec::new();
     let mut ready = Vec::with_capacity(members.len());
     for member in members {
-        match host.ready(&member.step)? {
+        let (key, committed) = (member.step.context.key(), member.step.place.committed);
+        match host.ready(key, committed)? {
             Some(context) => ready.push((member, context)),
             None => plain.push(member.into_plain(host)),
         }
@@ -212,7 +215,7 @@ fn prompt_rows(prefill: &Prefill) -> SequenceRows<'_> {
         tokens: &prefill.tokens,
         shape: RowShape::Chain,
         head: &prefill.head,
-        sampling: None,
+        sampling: Some(prefill.choices.rows()),
         features: prefill.features || prefill.context.is_some(),
     }
 }
@@ -228,7 +231,8 @@ impl StepMember {
             shape: step.shape,
             max_depth: step.max_depth,
             head: step.head,
-            sampling: None,
+            sampling: Some(step.rules.processors()),
+            coupling: step.coupling,
         }
     }
 
@@ -237,6 +241,7 @@ impl StepMember {
             tree: TokenTree::root_only(self.step.root),
             place: self.step.place,
             head: self.step.head,
+            choices: Choices::of(self.step.rules),
             features: host.contexts.wants_features(self.step.context.key()),
             context: Some(self.step.context),
             reply: self.reply,
@@ -252,6 +257,7 @@ impl Member {
                 place,
                 tree,
                 head,
+                choices,
                 features,
                 ..
             } => Some(TreeRows {
@@ -259,7 +265,7 @@ impl Member {
                 committed: place.committed,
                 tree,
                 head: *head,
-                sampling: None,
+                sampling: Some(choices.rows()),
                 features: *features,
             }),
         }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use treespec_checkpoint::{DrafterAttention, DrafterCheckpoint, TargetCheckpoint};
+use treespec_checkpoint::{CouplingProfile, DrafterAttention, DrafterCheckpoint, TargetCheckpoint};
 
 use super::decoder::{DecoderLayer, LayerRows, LayerShape, Scratch};
 use super::embedding::VocabularyWeights;
@@ -55,6 +55,7 @@ pub struct CpuDrafter {
     inverse_frequencies: Vec<f32>,
     mask_embedding: Vec<f32>,
     contexts: DraftContexts,
+    coupling: Option<CouplingProfile>,
     scratch: Scratch,
 }
 
@@ -165,6 +166,7 @@ impl CpuDrafter {
             inverse_frequencies: crate::inverse_frequencies(config.rope_theta, config.head_dim),
             mask_embedding,
             contexts,
+            coupling: drafter.coupling.clone(),
             scratch: Scratch::default(),
         })
     }
@@ -205,6 +207,10 @@ impl CpuDrafter {
 impl Drafter for CpuDrafter {
     fn spec(&self) -> &DrafterSpec {
         &self.spec
+    }
+
+    fn coupling_profile(&self) -> Option<&CouplingProfile> {
+        self.coupling.as_ref()
     }
 
     fn open(&mut self) -> Result<ContextId, EngineError> {

@@ -192,10 +192,7 @@ impl Backend for CpuTarget {
             if let Some(request) = request {
                 head_hidden.extend_from_slice(hidden);
                 requests.push(*request);
-                sampling.push(sequence.sampled().map(|params| RowSampling {
-                    params,
-                    position: sequence.position(row) as u32 + 1,
-                }));
+                sampling.push(RowSampling::of(sequence, row));
             }
         }
         self.final_norm.apply(pass.isa, &mut head_hidden);
@@ -268,7 +265,7 @@ pub(super) fn log_prob_rows(
     let request = HeadRequest {
         top_k: k.min(head.columns()),
         normaliser: true,
-        gather: None,
+        ..HeadRequest::ARGMAX
     };
     let requests = vec![request; hidden.len() / head.depth()];
     let rows = pass.select(HeadPass {

@@ -12,13 +12,15 @@ pub struct OutputOptions {
     pub prompt_logprobs: bool,
     /// The verified tree of every step.
     pub include_trees: bool,
+    /// Log-probabilities of generated tokens are those of the distribution that they were drawn from.
+    pub processed_logprobs: bool,
 }
 
 impl OutputOptions {
     /// Reads the options; an absent message asks for nothing.
     ///
     /// # Errors
-    /// [`ServiceError::InvalidArgument`] naming `output.top_logprobs`.
+    /// [`ServiceError::InvalidArgument`] naming `output.top_logprobs` or `output.logprob_kind`.
     pub fn from_proto(message: Option<&pb::OutputOptions>) -> Result<Self, ServiceError> {
         let Some(message) = message else {
             return Ok(Self::default());
@@ -37,8 +39,16 @@ impl OutputOptions {
                     })
             })
             .transpose()?;
+        let number = message.logprob_kind.unwrap_or_default();
+        let kind = pb::LogprobKind::try_from(number).map_err(|_| {
+            ServiceError::invalid(
+                "output.logprob_kind",
+                format!("{number} is not a known kind"),
+            )
+        })?;
         Ok(Self {
             top_logprobs,
+            processed_logprobs: kind == pb::LogprobKind::Processed,
             prompt_logprobs: message.prompt_logprobs.unwrap_or_default(),
             include_trees: message.include_trees.unwrap_or_default(),
         })
@@ -51,6 +61,10 @@ impl From<OutputOptions> for pb::OutputOptions {
             top_logprobs: options.top_logprobs.map(u32::from),
             prompt_logprobs: Some(options.prompt_logprobs),
             include_trees: Some(options.include_trees),
+            logprob_kind: Some(i32::from(match options.processed_logprobs {
+                true => pb::LogprobKind::Processed,
+                false => pb::LogprobKind::Raw,
+            })),
         }
     }
 }
@@ -86,6 +100,7 @@ mod tests {
             top_logprobs: Some(5),
             prompt_logprobs: true,
             include_trees: true,
+            processed_logprobs: true,
         };
         assert_eq!(
             OutputOptions::from_proto(Some(&options.into())),

@@ -1,3 +1,4 @@
+use treespec_sampling::Ranking;
 use treespec_tree::MAX_BUDGET;
 
 use crate::{ServiceError, proto::verify::v1 as pb};
@@ -79,7 +80,38 @@ impl From<Speculation> for pb::SpeculationOptions {
         Self {
             mode: Some(speculation.mode().into()),
             budget: budget.map(u32::from),
+            ranking: None,
         }
+    }
+}
+
+/// How a request wants its drafts ranked; absent means as fitted.
+///
+/// # Errors
+/// [`ServiceError::InvalidArgument`] naming `speculation.ranking`.
+pub fn ranking_from_proto(
+    message: Option<&pb::SpeculationOptions>,
+) -> Result<Ranking, ServiceError> {
+    let number = message
+        .and_then(|message| message.ranking)
+        .unwrap_or_default();
+    match pb::DraftRanking::try_from(number) {
+        Ok(pb::DraftRanking::Unspecified | pb::DraftRanking::Fitted) => Ok(Ranking::Fitted),
+        Ok(pb::DraftRanking::Plain) => Ok(Ranking::Plain),
+        Ok(pb::DraftRanking::Full) => Ok(Ranking::Full),
+        Err(_) => Err(ServiceError::invalid(
+            "speculation.ranking",
+            format!("{number} is not a known ranking"),
+        )),
+    }
+}
+
+/// The ranking on the wire.
+pub fn ranking_to_proto(ranking: Ranking) -> pb::DraftRanking {
+    match ranking {
+        Ranking::Plain => pb::DraftRanking::Plain,
+        Ranking::Full => pb::DraftRanking::Full,
+        Ranking::Fitted => pb::DraftRanking::Fitted,
     }
 }
 
@@ -100,7 +132,11 @@ mod tests {
     use super::*;
 
     fn read(mode: Option<i32>, budget: Option<u32>) -> Result<Speculation, ServiceError> {
-        Speculation::from_proto(Some(&pb::SpeculationOptions { mode, budget }))
+        Speculation::from_proto(Some(&pb::SpeculationOptions {
+            mode,
+            budget,
+            ranking: None,
+        }))
     }
 
     #[test]
@@ -127,6 +163,28 @@ mod tests {
             let wire = speculation.into();
             assert_eq!(Speculation::from_proto(Some(&wire)), Ok(speculation));
         }
+    }
+
+    #[test]
+    fn every_ranking_survives_the_wire() {
+        let options = |ranking| pb::SpeculationOptions {
+            ranking,
+            ..Default::default()
+        };
+        assert_eq!(ranking_from_proto(None), Ok(Ranking::Fitted));
+        assert_eq!(
+            ranking_from_proto(Some(&options(None))),
+            Ok(Ranking::Fitted)
+        );
+        for ranking in [Ranking::Plain, Ranking::Full, Ranking::Fitted] {
+            let wire = options(Some(ranking_to_proto(ranking).into()));
+            assert_eq!(ranking_from_proto(Some(&wire)), Ok(ranking));
+        }
+        let error = ranking_from_proto(Some(&options(Some(9)))).unwrap_err();
+        assert!(
+            error.to_string().contains("speculation.ranking: 9"),
+            "{error}"
+        );
     }
 
     #[test]

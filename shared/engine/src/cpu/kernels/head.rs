@@ -12,7 +12,7 @@ use super::pool::ThreadPool;
 use super::sampling::{RowSampling, SampledRows};
 use super::{Isa, dispatch};
 use crate::batch::HeadRequest;
-use crate::head_topk::{HeadRow, ScoredToken, TopK, log_normaliser};
+use crate::head_topk::{HeadRow, TopK, log_normaliser};
 
 /// Panels of one vocabulary chunk. Chunks are absolute, so sums over them do not depend on the threads.
 const CHUNK_PANELS: usize = 32;
@@ -60,12 +60,7 @@ pub(crate) fn select(
         let sampled = SampledRows::new(sampling, &mut scratch.sampled, head.columns());
         let hidden = input.encode(pool, isa, hidden, requests.len(), head);
         rows.extend(sweep(pool, isa, &hidden, requests, &sampled, head));
-        for (row, choice) in sampled.choose(pool, isa) {
-            rows[first + row].chosen = choice.map(|choice| ScoredToken {
-                token: choice.token,
-                score: choice.logit,
-            });
-        }
+        sampled.choose(pool, isa, requests, &mut rows[first..]);
     }
     rows
 }
@@ -195,6 +190,7 @@ fn combine(requests: &[HeadRequest], mut partials: Vec<Partial>) -> Vec<HeadRow>
                 top,
                 gathered: partials.iter().find_map(|p| p.gathered[row]),
                 chosen: None,
+                rank: None,
             }
         })
         .collect()
@@ -303,6 +299,7 @@ mod tests {
             top_k: 1 + row % 9,
             normaliser: !row.is_multiple_of(3),
             gather: Some((row * 40) as u32),
+            ..HeadRequest::ARGMAX
         };
         let requests: Vec<_> = (0..70).map(request).collect();
         let isa = Isa::detect();
@@ -336,6 +333,7 @@ mod tests {
             top_k: 3,
             normaliser: true,
             gather: Some(1_499),
+            ..HeadRequest::ARGMAX
         };
         for isa in [Isa::Portable, Isa::detect()] {
             let rows = run(2, isa, &hidden, &[request], &head);

@@ -1,24 +1,55 @@
 //! The choice of tokens from dense logits: `treespec_sampling::sample`, compiled for the processor at hand.
 
-use treespec_sampling::{Choice, Processors, SamplingParams, sample};
+use treespec_sampling::{Choice, Processors, distribution, rank, sample};
 
 use super::lanes::Lanes;
 use super::pool::ThreadPool;
 use super::{Isa, SharedMut, dispatch};
+use crate::batch::{HeadRequest, SequenceRows};
+use crate::head_topk::{HeadRow, ScoredToken, TopK};
 
 /// How a row of the head pass chooses a token.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct RowSampling<'a> {
-    pub(crate) params: &'a SamplingParams,
+    /// Without path, which is beside them.
+    processors: Processors<'a>,
+    path: Vec<u32>,
     /// Absolute position of the token to choose: one behind the row's own.
-    pub(crate) position: u32,
+    position: u32,
+}
+
+impl<'a> RowSampling<'a> {
+    /// Of a row of a sequence; `None` when it takes the best token.
+    pub(crate) fn of(sequence: &'a SequenceRows<'_>, row: usize) -> Option<Self> {
+        let choices = sequence.sampled()?;
+        let processors = Processors {
+            grammar: choices.grammar.get(row),
+            ..choices.processors
+        };
+        let path = match processors.has_penalties() {
+            true => sequence.path(row, choices.counted_rows),
+            false => Vec::new(),
+        };
+        Some(Self {
+            processors,
+            path,
+            position: sequence.position(row) as u32 + 1,
+        })
+    }
+
+    fn processors(&self) -> Processors<'_> {
+        Processors {
+            path: &self.path,
+            ..self.processors
+        }
+    }
 }
 
 /// The logits of the rows of a sweep that are sampled. They are kept whole, since filters and noise are relative to the
 /// best of the vocabulary; threads fill in chunks as they come.
 pub(super) struct SampledRows<'a> {
     /// Row of the sweep, and how it chooses.
-    rows: Vec<(usize, RowSampling<'a>)>,
+    rows: Vec<(usize, &'a RowSampling<'a>)>,
     /// `[rows, vocabulary]`
     logits: SharedMut<'a, f32>,
     vocabulary: usize,
@@ -27,14 +58,14 @@ pub(super) struct SampledRows<'a> {
 impl<'a> SampledRows<'a> {
     /// Of a sweep over `sampling.len()` rows; none are sampled when that is empty. `scratch` keeps its memory.
     pub(super) fn new(
-        sampling: &[Option<RowSampling<'a>>],
+        sampling: &'a [Option<RowSampling<'a>>],
         scratch: &'a mut Vec<f32>,
         vocabulary: usize,
     ) -> Self {
-        let rows: Vec<(usize, RowSampling<'a>)> = sampling
+        let rows: Vec<(usize, &RowSampling<'a>)> = sampling
             .iter()
             .enumerate()
-            .filter_map(|(row, sampling)| sampling.map(|sampling| (row, sampling)))
+            .filter_map(|(row, sampling)| sampling.as_ref().map(|sampling| (row, sampling)))
             .collect();
         let size = rows.len() * vocabulary;
         if scratch.len() < size {
@@ -62,28 +93,75 @@ impl<'a> SampledRows<'a> {
         }
     }
 
-    /// The choices by row of the sweep, once all logits are there. `None` where nothing can be chosen.
+    /// Lets the rows choose, once all logits are there: what a row of the sweep decided and was asked goes into its place
+    /// of `results`.
     pub(super) fn choose(
         self,
         pool: &mut ThreadPool,
         isa: Isa,
-    ) -> impl Iterator<Item = (usize, Option<Choice>)> {
-        let mut choices = vec![None; self.rows.len()];
-        let shared = SharedMut::new(&mut choices);
+        requests: &[HeadRequest],
+        results: &mut [HeadRow],
+    ) {
+        let shared = SharedMut::new(results);
         pool.for_ranges(self.rows.len(), 1, &|places| {
             for place in places {
-                let RowSampling { params, position } = self.rows[place].1;
+                let (row, sampling) = self.rows[place];
                 // SAFETY: a place is handed out once, and `keep` is over since `self` was moved here.
-                let (logits, choice) = unsafe {
+                let (logits, result) = unsafe {
                     (
                         self.logits.part(place * self.vocabulary, self.vocabulary),
-                        shared.part(place, 1),
+                        shared.part(row, 1),
                     )
                 };
-                choice[0] = choose(isa, logits, &Processors::new(params), position);
+                decide(isa, logits, sampling, &requests[row], &mut result[0]);
             }
         });
-        self.rows.into_iter().map(|row| row.0).zip(choices)
+    }
+}
+
+/// Chooses a row's token from its logits, which are changed.
+fn decide(
+    isa: Isa,
+    logits: &mut [f32],
+    sampling: &RowSampling<'_>,
+    request: &HeadRequest,
+    result: &mut HeadRow,
+) {
+    let processors = &sampling.processors();
+    let asked = request.rank || request.processed;
+    let unprocessed = asked.then(|| logits.to_vec());
+    let choice = choose(isa, logits, processors, sampling.position);
+    result.chosen = choice.map(|choice| ScoredToken {
+        token: choice.token,
+        score: choice.logit,
+    });
+    let (Some(choice), Some(mut logits)) = (choice, unprocessed) else {
+        return;
+    };
+    if request.processed {
+        distribution(&mut logits, processors, sampling.position);
+        describe(&logits, choice.token, request, result);
+    }
+    if request.rank {
+        result.rank = Some(rank(&logits, choice.token));
+    }
+}
+
+/// Top tokens, normaliser and chosen token of a distribution.
+fn describe(logits: &[f32], chosen: u32, request: &HeadRequest, result: &mut HeadRow) {
+    let mut top = TopK::new(request.top_k);
+    (0u32..)
+        .zip(logits)
+        .for_each(|(token, &logit)| top.push(token, logit));
+    result.top = TopK::merge(request.top_k, [top]);
+    result.chosen = Some(ScoredToken {
+        token: chosen,
+        score: logits[chosen as usize],
+    });
+    if request.normaliser {
+        let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let mass: f64 = logits.iter().map(|&l| f64::from(l - best).exp()).sum();
+        result.log_normaliser = best + mass.ln() as f32;
     }
 }
 
@@ -111,6 +189,8 @@ unsafe fn choose_lanes<L: Lanes>(
 
 #[cfg(test)]
 mod tests {
+    use treespec_sampling::SamplingParams;
+
     use super::*;
     use crate::Precision;
     use crate::batch::HeadRequest;
@@ -176,20 +256,26 @@ mod tests {
             top_k,
             normaliser: true,
             gather: Some(40),
+            rank: true,
+            processed: false,
         };
         // Every seventh row is not sampled.
         let sampling: Vec<Option<RowSampling<'_>>> = (0..ROWS)
             .map(|row| {
                 let params = &params[row % params.len()];
                 let position = 1_000 + (row / 3) as u32;
-                (row % 7 != 3).then_some(RowSampling { params, position })
+                (row % 7 != 3).then_some(RowSampling {
+                    processors: Processors::new(params),
+                    path: Vec::new(),
+                    position,
+                })
             })
             .collect();
         let (mut input, mut scratch) = (InputScratch::default(), HeadScratch::default());
         for isa in isas() {
             for threads in [1, 3] {
                 let pool = &mut ThreadPool::new(threads).unwrap();
-                let mut run = |requests: &[HeadRequest], sampling: &[_]| {
+                let mut run = |requests: &[HeadRequest], sampling: &[Option<RowSampling<'_>>]| {
                     let pass = HeadPass {
                         hidden: &hidden,
                         requests,
@@ -202,10 +288,11 @@ mod tests {
                 let rows = run(&[request(4); ROWS], &sampling);
                 assert_eq!(rows.len(), ROWS);
                 for (row, (got, all)) in rows.iter().zip(&all).enumerate() {
-                    let expected = sampling[row].and_then(|sampling| {
-                        let processors = Processors::new(sampling.params);
-                        sample(&mut dense(all), &processors, sampling.position)
+                    let expected = sampling[row].as_ref().and_then(|sampling| {
+                        sample(&mut dense(all), &sampling.processors(), sampling.position)
                     });
+                    let expected_rank = expected.map(|choice| rank(&dense(all), choice.token));
+                    assert_eq!(got.rank, expected_rank);
                     let got_choice = got.chosen.map(|chosen| (chosen.token, chosen.score));
                     let expected = expected.map(|choice| (choice.token, choice.logit));
                     assert_eq!(got_choice, expected, "{isa:?} {threads} threads, row {row}");
@@ -222,14 +309,81 @@ mod tests {
     #[test]
     fn a_row_without_a_number_has_no_choice() {
         let params = &all_params()[5];
-        let position = 3;
-        let sampling = [Some(RowSampling { params, position })];
+        let sampling = [Some(RowSampling {
+            processors: Processors::new(params),
+            path: Vec::new(),
+            position: 3,
+        })];
         let mut scratch = Vec::new();
         let rows = SampledRows::new(&sampling, &mut scratch, 40);
         // SAFETY: one thread.
         unsafe { rows.keep(&[f32::NAN; 40], 0, 40) };
         let pool = &mut ThreadPool::new(1).unwrap();
-        let choices: Vec<_> = rows.choose(pool, Isa::Portable).collect();
-        assert_eq!(choices, [(0, None)]);
+        let mut results = [empty_row()];
+        rows.choose(pool, Isa::Portable, &[HeadRequest::ARGMAX], &mut results);
+        assert_eq!(results[0].chosen, None);
+    }
+
+    fn empty_row() -> HeadRow {
+        HeadRow {
+            log_normaliser: f32::NAN,
+            top: Vec::new(),
+            gathered: None,
+            chosen: None,
+            rank: None,
+        }
+    }
+
+    #[test]
+    fn processed_rows_describe_what_the_token_is_drawn_from() {
+        let params = SamplingParams {
+            temperature: 0.5,
+            top_k: Some(3),
+            seed: Some(5),
+            ..SamplingParams::default()
+        };
+        let logits = [0.0, 1.0, 3.0, 2.5, 2.0, -1.0];
+        let request = HeadRequest {
+            top_k: 4,
+            normaliser: true,
+            rank: true,
+            processed: true,
+            ..HeadRequest::ARGMAX
+        };
+        for position in 0..50 {
+            let sampling = RowSampling {
+                processors: Processors::new(&params),
+                path: Vec::new(),
+                position,
+            };
+            let mut row = empty_row();
+            decide(
+                Isa::Portable,
+                &mut logits.clone(),
+                &sampling,
+                &request,
+                &mut row,
+            );
+            let tokens: Vec<u32> = row.top.iter().map(|scored| scored.token).collect();
+            assert_eq!(tokens, [2, 3, 4]);
+            let probabilities: Vec<f32> =
+                (0..3).map(|at| row.log_prob(at).unwrap().exp()).collect();
+            let mass = 1.0 + (-1f32).exp() + (-2f32).exp();
+            for (at, p) in probabilities.iter().enumerate() {
+                assert!(
+                    (p - (-(at as f32)).exp() / mass).abs() < 1e-6,
+                    "{probabilities:?}"
+                );
+            }
+            let chosen = row.chosen.unwrap();
+            let at = tokens
+                .iter()
+                .position(|&token| token == chosen.token)
+                .unwrap();
+            assert_eq!(
+                (row.rank, chosen.score),
+                (Some(1 + at as u32), row.top[at].score)
+            );
+        }
     }
 }
