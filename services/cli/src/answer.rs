@@ -1,7 +1,10 @@
 //! One finished generation, and its shape as JSON.
 
 use serde::{Serialize, Serializer};
-use treespec_rpc::proto::verify::v1::{self as proto, FinishReason};
+use treespec_rpc::proto::{
+    coordinator::v1::finished::Stop,
+    verify::v1::{self as proto, FinishReason},
+};
 
 /// Everything that the stream of one request delivered.
 #[derive(Debug, Clone, Default)]
@@ -14,6 +17,8 @@ pub(crate) struct Answer {
     pub token_ids: Vec<u32>,
     /// Why the generation ended.
     pub finish_reason: FinishReason,
+    /// The token or string that ended it.
+    pub stop: Option<Stop>,
     /// Token counts.
     pub usage: proto::Usage,
     /// Steps, acceptance and times.
@@ -46,6 +51,14 @@ impl Answer {
             text: &self.text,
             token_ids: &self.token_ids,
             finish_reason: finish_reason_name(self.finish_reason),
+            stop_string: match &self.stop {
+                Some(Stop::StopString(string)) => Some(string),
+                Some(Stop::StopTokenId(_)) | None => None,
+            },
+            stop_token_id: match self.stop {
+                Some(Stop::StopTokenId(token)) => Some(token),
+                Some(Stop::StopString(_)) | None => None,
+            },
             seed: self.seed,
             usage: UsageJson {
                 prompt_tokens: self.usage.prompt_tokens,
@@ -79,6 +92,10 @@ pub(crate) struct AnswerJson<'a> {
     text: &'a str,
     token_ids: &'a [u32],
     finish_reason: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stop_string: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stop_token_id: Option<u32>,
     seed: u64,
     usage: UsageJson,
     stats: StatsJson<'a>,
@@ -162,6 +179,7 @@ impl From<proto::StageSeconds> for StageSecondsJson {
 struct LogprobJson {
     id: u32,
     logprob: f32,
+    rank: u32,
     top: Vec<TopEntry>,
 }
 
@@ -170,6 +188,7 @@ impl From<&proto::TokenLogprob> for LogprobJson {
         Self {
             id: entry.token_id,
             logprob: entry.logprob,
+            rank: entry.rank,
             top: entry
                 .top
                 .iter()

@@ -11,6 +11,8 @@ use treespec_rpc::{
     transport,
 };
 
+use treespec_sampling::answer_seed;
+
 use crate::answer::Answer;
 
 /// What a stream reports while it runs.
@@ -45,60 +47,58 @@ impl Client {
         })
     }
 
-    /// Runs one request to its end and tells `on_update` what arrives.
+    /// Runs a request for one answer to its end and tells `on_update` what arrives.
     ///
     /// # Errors
     /// The service's status as one line, an error of `on_update`, or a stream that ends early.
     pub(crate) async fn generate(
         &mut self,
         request: proto::GenerateRequest,
-        mut on_update: impl FnMut(Update<'_>) -> Result<()>,
+        on_update: impl FnMut(Update<'_>) -> Result<()>,
     ) -> Result<Answer> {
+        let mut answers = self.generate_all(request, on_update).await?;
+        answers.pop().context("the coordinator sent no answer")
+    }
+
+    /// Runs a request to the end of all its answers and tells `on_update` what arrives of the first.
+    ///
+    /// # Errors
+    /// As [`Client::generate`].
+    pub(crate) async fn generate_all(
+        &mut self,
+        request: proto::GenerateRequest,
+        mut on_update: impl FnMut(Update<'_>) -> Result<()>,
+    ) -> Result<Vec<Answer>> {
+        let choices = request.choices.unwrap_or(1);
         let mut stream = self
             .service
             .generate(request)
             .await
             .map_err(|status| status_error(&status))?
             .into_inner();
-        let mut answer = Answer::default();
-        let mut finished = false;
+        let mut answers = vec![Answer::default(); choices as usize];
+        let mut unfinished = answers.len();
         while let Some(message) = stream
             .message()
             .await
             .map_err(|status| status_error(&status))?
         {
-            match message
+            let event = message
                 .event
-                .context("the coordinator sent an event that this version does not know")?
-            {
-                Event::Started(started) => answer.seed = started.seed,
-                Event::Progress(progress) => on_update(Update::Prefill {
-                    done: progress.done_tokens,
-                    total: progress.total_tokens,
-                })?,
-                Event::PromptLogprobs(prompt) => answer.prompt_logprobs.extend(prompt.logprobs),
-                Event::Delta(delta) => {
-                    on_update(Update::Text(&delta.text))?;
-                    answer.text.push_str(&delta.text);
-                    answer.token_ids.extend(delta.token_ids);
-                    answer.logprobs.extend(delta.logprobs);
-                    answer.trees.extend(delta.tree);
-                }
-                Event::Finished(last) => {
-                    answer.finish_reason = last.finish_reason();
-                    answer.usage = last.usage.unwrap_or_default();
-                    answer.stats = last.stats.unwrap_or_default();
-                    finished = true;
-                }
-            }
+                .context("the coordinator sent an event that this version does not know")?;
+            unfinished -= usize::from(matches!(event, Event::Finished(_)));
+            record(&mut answers, event, &mut on_update)?;
         }
-        if !finished {
+        if unfinished > 0 {
             bail!(
                 "the stream ended after {} tokens without a last message",
-                answer.token_ids.len()
+                answers
+                    .iter()
+                    .map(|answer| answer.token_ids.len())
+                    .sum::<usize>()
             );
         }
-        Ok(answer)
+        Ok(answers)
     }
 
     /// The text of `token_ids`, special tokens included.
@@ -128,6 +128,51 @@ impl Client {
             .map(tonic::Response::into_inner)
             .map_err(|status| status_error(&status))
     }
+}
+
+/// Adds an event to the answer that it belongs to.
+fn record(
+    answers: &mut [Answer],
+    event: Event,
+    on_update: &mut impl FnMut(Update<'_>) -> Result<()>,
+) -> Result<()> {
+    let choice = match &event {
+        Event::Delta(delta) => delta.choice,
+        Event::Finished(finished) => finished.choice,
+        Event::Started(_) | Event::Progress(_) | Event::PromptLogprobs(_) => 0,
+    };
+    if let Event::Started(started) = &event {
+        for (answer, choice) in answers.iter_mut().zip(0..) {
+            answer.seed = answer_seed(started.seed, choice);
+        }
+    }
+    let answer = answers.get_mut(choice as usize).with_context(|| {
+        format!("the coordinator sent an answer {choice} that nobody asked for")
+    })?;
+    match event {
+        Event::Started(_) => {}
+        Event::Progress(progress) => on_update(Update::Prefill {
+            done: progress.done_tokens,
+            total: progress.total_tokens,
+        })?,
+        Event::PromptLogprobs(prompt) => answer.prompt_logprobs.extend(prompt.logprobs),
+        Event::Delta(delta) => {
+            if choice == 0 {
+                on_update(Update::Text(&delta.text))?;
+            }
+            answer.text.push_str(&delta.text);
+            answer.token_ids.extend(delta.token_ids);
+            answer.logprobs.extend(delta.logprobs);
+            answer.trees.extend(delta.tree);
+        }
+        Event::Finished(last) => {
+            answer.finish_reason = last.finish_reason();
+            answer.stop = last.stop;
+            answer.usage = last.usage.unwrap_or_default();
+            answer.stats = last.stats.unwrap_or_default();
+        }
+    }
+    Ok(())
 }
 
 /// A status as one line: the code's name as the gRPC documentation writes it, then what went wrong.

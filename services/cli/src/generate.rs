@@ -10,6 +10,7 @@ use crate::{
     connection::ConnectionArgs,
     mode::Mode,
     prompt::PromptArgs,
+    sampling::{EndingArgs, SamplingArgs},
     stderr, stdout, summary,
 };
 
@@ -26,7 +27,13 @@ pub(crate) struct GenerateArgs {
     /// Log-probability of every prompt token given the tokens before it
     #[arg(long)]
     pub prompt_logprobs: bool,
-    /// Print one JSON object instead of streaming text
+    /// Log-probabilities of the distribution that tokens are drawn from, not of the model's own
+    #[arg(long, requires = "logprobs")]
+    pub processed_logprobs: bool,
+    /// So many answers, each with a seed of its own
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub choices: u32,
+    /// Print one JSON object instead of streaming text, with several choices a list of them
     #[arg(long)]
     pub json: bool,
     #[command(flatten)]
@@ -45,15 +52,10 @@ pub(crate) struct GenerationArgs {
     /// Generate at most this many tokens
     #[arg(long, default_value_t = 256, value_name = "N")]
     pub max_tokens: u32,
-    /// 0 is greedy decoding
-    #[arg(long, default_value_t = 0.0, value_name = "T")]
-    pub temperature: f32,
-    /// End after this token id too; repeat it or separate ids by commas
-    #[arg(long, value_name = "ID", value_delimiter = ',')]
-    pub stop_token: Vec<u32>,
-    /// Go on after the model's end-of-sequence token
-    #[arg(long)]
-    pub ignore_eos: bool,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    #[command(flatten)]
+    pub ending: EndingArgs,
     /// Name of the request in logs and traces [default: the service mints one]
     #[arg(long, value_name = "ID", default_value = "", hide_default_value = true)]
     pub request_id: String,
@@ -72,19 +74,19 @@ impl GenerationArgs {
         if let (Mode::Tree(Some(own)), Some(budget)) = (self.mode, self.budget) {
             bail!("--mode tree:{own} and --budget {budget} both name a budget: give one of them");
         }
-        Ok(GenerateRequest {
+        let mut speculation = self.mode.speculation(self.budget);
+        speculation.ranking = Some(proto::DraftRanking::from(self.sampling.ranking).into());
+        let mut request = GenerateRequest {
             request_id: self.request_id.clone(),
             prompt: Some(prompt.to_prompt()?),
             max_tokens: Some(self.max_tokens),
-            stop_token_ids: self.stop_token.clone(),
-            ignore_eos: Some(self.ignore_eos),
-            sampling: Some(proto::SamplingParams {
-                temperature: Some(self.temperature),
-                ..Default::default()
-            }),
-            speculation: Some(self.mode.speculation(self.budget)),
+            sampling: Some(self.sampling.to_proto()),
+            speculation: Some(speculation),
             output: Some(output),
-        })
+            ..GenerateRequest::default()
+        };
+        self.ending.apply(&mut request)?;
+        Ok(request)
     }
 }
 
@@ -97,34 +99,54 @@ pub(crate) async fn run(args: GenerateArgs) -> Result<()> {
         top_logprobs: args.logprobs,
         prompt_logprobs: Some(args.prompt_logprobs),
         include_trees: None,
+        logprob_kind: args
+            .processed_logprobs
+            .then_some(proto::LogprobKind::Processed.into()),
     };
-    let request = args.generation.request(&args.prompt, output)?;
-    let answer = args
+    let mut request = args.generation.request(&args.prompt, output)?;
+    request.choices = Some(args.choices);
+    let answers = args
         .connection
         .run(async |endpoint| {
             let mut client = Client::new(endpoint)?;
-            stream_answer(&mut client, request, args.json).await
+            stream_answers(&mut client, request, args.json).await
         })
         .await?;
     if args.json {
-        stdout::print_json(&answer.to_json(args.logprobs.is_some(), args.prompt_logprobs))
-    } else {
-        let summary = summary::render(&answer, &mode_name(&args.generation));
-        stderr::print(&format!("\n{summary}"));
-        Ok(())
+        let json = |answer: &Answer| {
+            let value = answer.to_json(args.logprobs.is_some(), args.prompt_logprobs);
+            serde_json::to_value(value)
+        };
+        return match &answers[..] {
+            [answer] => stdout::print_json(&json(answer)?),
+            answers => {
+                stdout::print_json(&answers.iter().map(json).collect::<Result<Vec<_>, _>>()?)
+            }
+        };
     }
+    // The first was printed as it came.
+    for (choice, answer) in answers.iter().enumerate().skip(1) {
+        stderr::print(&format!("\n    choice {choice}\n"));
+        stdout::print(&answer.text)?;
+        stdout::print("\n")?;
+    }
+    for answer in &answers {
+        let summary = summary::render(answer, &mode_name(&args.generation));
+        stderr::print(&format!("\n{summary}"));
+    }
+    Ok(())
 }
 
-/// Generates, with prefill progress on stderr and, unless `quiet`, the text on stdout as it arrives.
-async fn stream_answer(
+/// Generates, with prefill progress on stderr and, unless `quiet`, the first answer's text on stdout as it arrives.
+async fn stream_answers(
     client: &mut Client,
     request: GenerateRequest,
     quiet: bool,
-) -> Result<Answer> {
+) -> Result<Vec<Answer>> {
     let prefill = prefill_bar();
     let mut printed = false;
-    let answer = client
-        .generate(request, |update| match update {
+    let answers = client
+        .generate_all(request, |update| match update {
             Update::Prefill { done, total } => {
                 prefill.set_length(total.into());
                 prefill.set_position(done.into());
@@ -146,7 +168,7 @@ async fn stream_answer(
     if printed {
         stdout::print("\n")?;
     }
-    answer
+    answers
 }
 
 /// A bar that is drawn when stderr is a terminal.

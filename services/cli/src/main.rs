@@ -15,6 +15,7 @@ mod local_target;
 mod mode;
 mod models;
 mod prompt;
+mod sampling;
 mod serve;
 mod signals;
 mod stderr;

@@ -32,6 +32,7 @@ impl Mode {
         proto::SpeculationOptions {
             mode: Some(mode.into()),
             budget: budget.or(own_budget),
+            ..Default::default()
         }
     }
 }

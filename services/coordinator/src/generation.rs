@@ -7,7 +7,7 @@ use treespec_rpc::{
     ServiceError,
     convert::Speculation,
     proto::{
-        coordinator::v1::{GenerateResponse, Started, generate_response::Event},
+        coordinator::v1::{GenerateResponse, generate_response::Event},
         verify::v1::{self as verify, FinishReason, generate_response::Event as VerifyEvent},
     },
 };
@@ -18,7 +18,7 @@ use crate::{
     drafters::Drafters,
     in_flight::RequestId,
     replicas::{ReplicaLease, Replicas, Requirement},
-    transcript::Transcript,
+    transcript::{Ending, Transcript},
 };
 
 /// Verify calls that one request may take: the first and two replays.
@@ -27,13 +27,16 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// A checked request, and what it needs to run.
 pub(crate) struct Job {
-    pub(crate) id: RequestId,
+    pub(crate) id: Arc<RequestId>,
     pub(crate) ticket: Ticket,
     pub(crate) deadline: Deadline,
     pub(crate) replicas: Arc<Replicas>,
     /// Drafters to lease from; `None` for plain decoding.
     pub(crate) drafters: Option<Arc<Drafters>>,
-    pub(crate) seed: u64,
+    /// Which of the request's answers this is.
+    pub(crate) choice: u32,
+    /// What ends the answer besides its tokens.
+    pub(crate) ending: Ending,
     /// The request to verify: prompt and options.
     pub(crate) request: verify::GenerateRequest,
 }
@@ -47,7 +50,6 @@ pub(crate) struct Generation {
     attempt: Option<Attempt>,
     attempts: usize,
     requirement: Requirement,
-    finished: bool,
 }
 
 /// A verify call under way.
@@ -65,25 +67,20 @@ enum Failure {
 }
 
 impl Generation {
-    pub(crate) fn new(job: Job, decoder: IncrementalDecoder) -> Self {
+    pub(crate) fn new(mut job: Job, decoder: IncrementalDecoder) -> Self {
         let prompt_tokens = job.request.token_ids.len();
-        let started = Event::Started(Started {
-            request_id: job.id.as_str().to_owned(),
-            seed: job.seed,
-            prompt_tokens: u32::try_from(prompt_tokens).unwrap_or(u32::MAX),
-        });
+        let ending = std::mem::take(&mut job.ending);
         Self {
+            transcript: Transcript::new(decoder, ending, job.choice, prompt_tokens),
             job,
-            transcript: Transcript::new(decoder, prompt_tokens),
-            outbox: VecDeque::from([started]),
+            outbox: VecDeque::new(),
             attempt: None,
             attempts: 0,
             requirement: Requirement::default(),
-            finished: false,
         }
     }
 
-    /// The public stream: Started, what verify commits, then Finished or a status.
+    /// The answer's stream: what verify commits, then Finished or a status.
     pub(crate) fn into_stream(
         self,
     ) -> impl Stream<Item = Result<GenerateResponse, Status>> + Send + 'static {
@@ -110,7 +107,7 @@ impl Generation {
             if let Some(event) = self.outbox.pop_front() {
                 return Ok(Some(event));
             }
-            if self.finished {
+            if self.transcript.is_finished() {
                 return Ok(None);
             }
             self.job.ticket.turn().await?;
@@ -195,11 +192,11 @@ impl Generation {
     }
 
     fn record(&mut self, event: VerifyEvent) -> Result<(), ServiceError> {
-        if matches!(event, VerifyEvent::Finished(_)) {
-            self.finished = true;
+        self.outbox.extend(self.transcript.record(event)?);
+        if self.transcript.is_finished() {
+            // Ends the call of an answer that a stop string has ended.
             self.attempt = None;
         }
-        self.outbox.extend(self.transcript.record(event)?);
         Ok(())
     }
 
@@ -212,7 +209,6 @@ impl Generation {
         let endpoint = lease.endpoint();
         lease.report_lost(reason);
         if let Some(reason) = self.completion(lease.model()) {
-            self.finished = true;
             self.outbox.extend(self.transcript.finish(reason, 0, None)?);
             return Ok(());
         }

@@ -15,6 +15,8 @@ mod replicas;
 mod request;
 mod server;
 mod service;
+mod step_log;
+mod stop_strings;
 mod text;
 mod transcript;
 

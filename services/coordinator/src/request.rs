@@ -2,17 +2,24 @@
 
 use treespec_rpc::{
     ServiceError,
-    convert::{OutputOptions, Speculation, sampling_from_proto, sampling_to_proto},
+    convert::{
+        OutputOptions, Speculation, check_tokens, ranking_from_proto, ranking_to_proto,
+        sampling_from_proto, sampling_to_proto,
+    },
     proto::{
         coordinator::v1::{self as public, generate_request::Prompt},
         verify::v1 as verify,
     },
 };
-use treespec_sampling::SamplingParams;
+use treespec_sampling::{Ranking, TokenRules, answer_seed};
 
-use crate::text::{TextCodec, check_vocabulary};
+use crate::{stop_strings::StopStrings, text::TextCodec, transcript::Ending};
 
 const MAX_REQUEST_ID_BYTES: usize = 128;
+const MAX_STOP_STRINGS: usize = 64;
+const MAX_STOP_STRING_BYTES: usize = 1024;
+/// Most answers to one request.
+const MAX_CHOICES: u32 = 16;
 
 /// What a request is checked against.
 #[derive(Debug, Clone, Copy)]
@@ -24,15 +31,20 @@ pub(crate) struct Limits<'a> {
 }
 
 /// Everything of a request but its prompt, checked.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub(crate) struct Options {
     max_tokens: Option<u32>,
     stop_token_ids: Vec<u32>,
     ignore_eos: bool,
-    sampling: SamplingParams,
+    min_tokens: Option<u32>,
+    ending: Ending,
+    choices: u32,
+    rules: TokenRules,
     seed: u64,
     speculation: Speculation,
+    ranking: Ranking,
     output: OutputOptions,
+    constraint: Option<verify::Constraint>,
 }
 
 impl Limits<'_> {
@@ -76,24 +88,27 @@ impl Options {
                 "is 0: ask for at least 1, or leave it out for the rest of the context",
             ));
         }
-        check_vocabulary(
-            "stop_token_ids",
-            &request.stop_token_ids,
-            limits.model.vocab_size as usize,
-        )?;
-        let sampling = sampling_from_proto(request.sampling.as_ref())?;
-        let seed = sampling.seed.unwrap_or_else(rand::random);
+        let vocab_size = limits.model.vocab_size as usize;
+        check_tokens("stop_token_ids", &request.stop_token_ids, vocab_size)?;
+        let mut rules = sampling_from_proto(request.sampling.as_ref(), vocab_size)?;
+        let seed = rules.params.seed.unwrap_or_else(rand::random);
+        rules.params.seed = Some(seed);
         Ok(Self {
             max_tokens: request.max_tokens,
             stop_token_ids: request.stop_token_ids.clone(),
             ignore_eos: request.ignore_eos.unwrap_or(false),
-            sampling: SamplingParams {
-                seed: Some(seed),
-                ..sampling
+            min_tokens: check_min_tokens(request)?,
+            ending: Ending {
+                stops: check_stop_strings(request)?,
+                min_tokens: request.min_tokens.unwrap_or_default() as usize,
             },
+            choices: check_choices(request.choices)?,
+            rules,
             seed,
             speculation: check_speculation(request.speculation.as_ref(), limits)?,
+            ranking: ranking_from_proto(request.speculation.as_ref())?,
             output: OutputOptions::from_proto(request.output.as_ref())?,
+            constraint: request.constraint.clone(),
         })
     }
 
@@ -101,29 +116,100 @@ impl Options {
         self.seed
     }
 
-    /// The request for verify, without a drafter. `prompt` is checked.
+    /// How many answers are wanted.
+    pub(crate) fn choices(&self) -> u32 {
+        self.choices
+    }
+
+    /// What ends an answer besides its tokens.
+    pub(crate) fn ending(&self) -> Ending {
+        self.ending.clone()
+    }
+
+    /// The request to verify for one of the answers, without a drafter. `prompt` is checked.
     pub(crate) fn verify_request(
-        self,
+        &self,
         request_id: &str,
         prompt: Vec<u32>,
+        choice: u32,
     ) -> verify::GenerateRequest {
+        let mut sampling = sampling_to_proto(&self.rules);
+        sampling.seed = Some(answer_seed(self.seed, choice));
+        let mut speculation = verify::SpeculationOptions::from(self.speculation);
+        speculation.ranking = Some(ranking_to_proto(self.ranking).into());
+        let output = OutputOptions {
+            // The answers share their prompt.
+            prompt_logprobs: self.output.prompt_logprobs && choice == 0,
+            ..self.output
+        };
         verify::GenerateRequest {
-            request_id: request_id.to_owned(),
+            request_id: match choice {
+                0 => request_id.to_owned(),
+                choice => format!("{request_id}#{choice}"),
+            },
             token_ids: prompt,
             prompt_length: None,
             max_tokens: self.max_tokens,
-            stop_token_ids: self.stop_token_ids,
+            stop_token_ids: self.stop_token_ids.clone(),
             ignore_eos: Some(self.ignore_eos),
-            sampling: Some(sampling_to_proto(&self.sampling)),
-            speculation: Some(self.speculation.into()),
-            output: Some(self.output.into()),
+            sampling: Some(sampling),
+            speculation: Some(speculation),
+            output: Some(output.into()),
             drafter: None,
+            min_tokens: self.min_tokens,
+            constraint: self.constraint.clone(),
         }
     }
 
     /// False when verify is asked for plain decoding.
     pub(crate) fn wants_drafts(&self) -> bool {
         self.speculation != Speculation::Ar
+    }
+}
+
+fn check_min_tokens(request: &public::GenerateRequest) -> Result<Option<u32>, ServiceError> {
+    match (request.min_tokens, request.max_tokens) {
+        (Some(least), Some(most)) if least > most => Err(ServiceError::invalid(
+            "min_tokens",
+            format!("{least} are more than max_tokens, {most}"),
+        )),
+        (least, _) => Ok(least),
+    }
+}
+
+fn check_stop_strings(request: &public::GenerateRequest) -> Result<StopStrings, ServiceError> {
+    let strings = &request.stop_strings;
+    if strings.len() > MAX_STOP_STRINGS {
+        return Err(ServiceError::invalid(
+            "stop_strings",
+            format!(
+                "{} are more than the {MAX_STOP_STRINGS} allowed",
+                strings.len()
+            ),
+        ));
+    }
+    for (index, string) in strings.iter().enumerate() {
+        let problem = match string.len() {
+            0 => "is empty".to_owned(),
+            1..=MAX_STOP_STRING_BYTES => continue,
+            bytes => format!("{bytes} bytes are more than the {MAX_STOP_STRING_BYTES} allowed"),
+        };
+        return Err(ServiceError::invalid(
+            format!("stop_strings[{index}]"),
+            problem,
+        ));
+    }
+    let include = request.include_stop.unwrap_or_default();
+    Ok(StopStrings::new(strings.clone(), include))
+}
+
+fn check_choices(choices: Option<u32>) -> Result<u32, ServiceError> {
+    match choices.unwrap_or(1) {
+        choices @ 1..=MAX_CHOICES => Ok(choices),
+        choices => Err(ServiceError::invalid(
+            "choices",
+            format!("{choices} is outside 1..={MAX_CHOICES}"),
+        )),
     }
 }
 
@@ -200,6 +286,6 @@ pub(crate) fn encode_prompt(
             ),
         ));
     }
-    check_vocabulary(field, &ids, model.vocab_size as usize)?;
+    check_tokens(field, &ids, model.vocab_size as usize)?;
     Ok(ids)
 }

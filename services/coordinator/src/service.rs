@@ -1,13 +1,14 @@
 use std::{pin::Pin, sync::Arc};
 
-use futures_util::Stream;
+use futures_util::{Stream, StreamExt, stream};
 use tonic::{Request, Response, Status};
 use treespec_rpc::{
     ServiceError,
     proto::coordinator::v1::{
         DetokenizeRequest, DetokenizeResponse, GenerateRequest, GenerateResponse,
-        GetModelInfoRequest, GetModelInfoResponse, TokenizeRequest, TokenizeResponse,
-        coordinator_service_server::CoordinatorService, tokenize_request::Input,
+        GetModelInfoRequest, GetModelInfoResponse, Started, TokenizeRequest, TokenizeResponse,
+        coordinator_service_server::CoordinatorService, generate_response::Event,
+        tokenize_request::Input,
     },
 };
 
@@ -33,37 +34,52 @@ pub(crate) struct Coordinator {
 }
 
 impl Coordinator {
+    /// The answers to a request, each with its place.
     async fn start(
         &self,
         mut request: GenerateRequest,
         deadline: Deadline,
-    ) -> Result<Generation, Status> {
+    ) -> Result<Answers, Status> {
         let model = self.replicas.model()?;
         let limits = Limits {
             model: &model,
             has_drafter: !self.drafters.is_empty(),
         };
         let options = Options::from_proto(&request, limits)?;
-        let id = self
-            .in_flight
-            .claim(std::mem::take(&mut request.request_id))?;
+        let id = Arc::new(
+            self.in_flight
+                .claim(std::mem::take(&mut request.request_id))?,
+        );
         // Before the prompt is tokenised: the queue bounds that work too.
-        let ticket = self.admission.enter()?;
+        let tickets = (0..options.choices())
+            .map(|_| self.admission.enter())
+            .collect::<Result<Vec<_>, _>>()?;
         let prompt = request.prompt;
         let prompt = deadline
             .enforce(self.with_text(move |text| encode_prompt(prompt, text, &model)))
             .await?;
-        let drafters = options.wants_drafts().then(|| Arc::clone(&self.drafters));
-        let job = Job {
-            ticket,
-            deadline,
-            replicas: Arc::clone(&self.replicas),
-            drafters,
+        let started = Started {
+            request_id: id.as_str().to_owned(),
             seed: options.seed(),
-            request: options.verify_request(id.as_str(), prompt),
-            id,
+            prompt_tokens: u32::try_from(prompt.len()).unwrap_or(u32::MAX),
         };
-        Ok(Generation::new(job, self.text.incremental_decoder()))
+        let generations = (0..).zip(tickets).map(|(choice, ticket)| {
+            let job = Job {
+                ticket,
+                deadline,
+                replicas: Arc::clone(&self.replicas),
+                drafters: options.wants_drafts().then(|| Arc::clone(&self.drafters)),
+                choice,
+                ending: options.ending(),
+                request: options.verify_request(id.as_str(), prompt.clone(), choice),
+                id: Arc::clone(&id),
+            };
+            Generation::new(job, self.text.incremental_decoder())
+        });
+        Ok(Answers {
+            started,
+            generations: generations.collect(),
+        })
     }
 
     fn model_info(&self) -> Result<GetModelInfoResponse, ServiceError> {
@@ -99,6 +115,24 @@ impl Coordinator {
     }
 }
 
+/// All answers to one request.
+struct Answers {
+    started: Started,
+    generations: Vec<Generation>,
+}
+
+impl Answers {
+    /// Started, then the events of all answers as they come. The first failure ends it.
+    fn into_stream(self) -> impl Stream<Item = Result<GenerateResponse, Status>> + Send + 'static {
+        let started = GenerateResponse {
+            event: Some(Event::Started(self.started)),
+        };
+        let answers = self.generations.into_iter();
+        let answers = stream::select_all(answers.map(|answer| Box::pin(answer.into_stream())));
+        stream::iter([Ok(started)]).chain(answers)
+    }
+}
+
 #[tonic::async_trait]
 impl CoordinatorService for Coordinator {
     type GenerateStream =
@@ -109,8 +143,8 @@ impl CoordinatorService for Coordinator {
         request: Request<GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
         let deadline = Deadline::from_metadata(request.metadata())?;
-        let generation = self.start(request.into_inner(), deadline).await?;
-        Ok(Response::new(Box::pin(generation.into_stream())))
+        let answers = self.start(request.into_inner(), deadline).await?;
+        Ok(Response::new(Box::pin(answers.into_stream())))
     }
 
     async fn get_model_info(

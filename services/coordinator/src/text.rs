@@ -76,25 +76,6 @@ impl TextCodec {
     }
 }
 
-/// Refuses the first id that is not below `vocab_size`.
-pub(crate) fn check_vocabulary(
-    field: &str,
-    ids: &[u32],
-    vocab_size: usize,
-) -> Result<(), ServiceError> {
-    let unknown = ids.iter().position(|&id| id as usize >= vocab_size);
-    match unknown {
-        None => Ok(()),
-        Some(index) => Err(ServiceError::invalid(
-            format!("{field}[{index}]"),
-            format!(
-                "token id {} is not in the vocabulary of {vocab_size} tokens",
-                ids[index]
-            ),
-        )),
-    }
-}
-
 fn chat_messages(messages: Messages) -> Result<Vec<ChatMessage>, ServiceError> {
     if messages.messages.is_empty() {
         return Err(ServiceError::invalid(

@@ -2,32 +2,67 @@ use treespec_checkpoint::IncrementalDecoder;
 use treespec_rpc::{
     ServiceError,
     proto::{
-        coordinator::v1::{Delta, Finished, Progress, generate_response::Event},
+        coordinator::v1::{Delta, Finished, Progress, finished::Stop, generate_response::Event},
         verify::v1::{self as verify, FinishReason, generate_response::Event as VerifyEvent},
     },
 };
+
+use crate::{
+    step_log::StepLog,
+    stop_strings::{Scan, StopStrings},
+};
+
+/// What ends an answer besides its tokens.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Ending {
+    pub(crate) stops: StopStrings,
+    /// No stop string ends the answer before it has so many tokens.
+    pub(crate) min_tokens: usize,
+}
 
 /// What has been generated so far, and how it is told to the client.
 ///
 /// It outlives verify calls: a replay repeats prefill and continues the text, and the client notices neither.
 pub(crate) struct Transcript {
     decoder: IncrementalDecoder,
+    stops: StopStrings,
+    /// No stop string ends the answer before it has so many tokens.
+    min_tokens: usize,
+    /// Which of the request's answers this is.
+    choice: u32,
     prompt_tokens: usize,
     generated: Vec<u32>,
+    steps: StepLog,
     prefilled: u32,
     has_prompt_logprobs: bool,
+    is_finished: bool,
 }
 
 impl Transcript {
-    /// An empty transcript after a prompt of `prompt_tokens`.
-    pub(crate) fn new(decoder: IncrementalDecoder, prompt_tokens: usize) -> Self {
+    /// An empty transcript of answer `choice` to a prompt of `prompt_tokens`.
+    pub(crate) fn new(
+        decoder: IncrementalDecoder,
+        ending: Ending,
+        choice: u32,
+        prompt_tokens: usize,
+    ) -> Self {
         Self {
             decoder,
+            stops: ending.stops,
+            min_tokens: ending.min_tokens,
+            choice,
             prompt_tokens,
             generated: Vec::new(),
+            steps: StepLog::new(),
             prefilled: 0,
             has_prompt_logprobs: false,
+            is_finished: false,
         }
+    }
+
+    /// True after the last event.
+    pub(crate) fn is_finished(&self) -> bool {
+        self.is_finished
     }
 
     /// The committed tokens after the prompt.
@@ -48,13 +83,13 @@ impl Transcript {
         Ok(match event {
             VerifyEvent::Prefill(progress) => self.progress(progress).into_iter().collect(),
             VerifyEvent::PromptLogprobs(logprobs) => {
-                let first = !std::mem::replace(&mut self.has_prompt_logprobs, true);
-                first
+                let is_new = !std::mem::replace(&mut self.has_prompt_logprobs, true);
+                is_new
                     .then_some(Event::PromptLogprobs(logprobs))
                     .into_iter()
                     .collect()
             }
-            VerifyEvent::Tokens(tokens) => vec![self.delta(tokens)?],
+            VerifyEvent::Tokens(tokens) => self.delta(tokens)?,
             VerifyEvent::Finished(finished) => {
                 let usage = finished.usage.unwrap_or_default();
                 self.finish(
@@ -68,7 +103,9 @@ impl Transcript {
 
     /// Progress never goes back: a replay prefills again.
     fn progress(&mut self, progress: verify::PrefillProgress) -> Option<Event> {
-        if progress.done_tokens <= self.prefilled || !self.generated.is_empty() {
+        let is_repeated = progress.done_tokens <= self.prefilled || !self.generated.is_empty();
+        // The answers share a prompt: the first one's progress speaks for all.
+        if is_repeated || self.choice > 0 {
             return None;
         }
         self.prefilled = progress.done_tokens;
@@ -78,21 +115,56 @@ impl Transcript {
         }))
     }
 
-    fn delta(&mut self, tokens: verify::CommittedTokens) -> Result<Event, ServiceError> {
-        let text = self
-            .decoder
-            .push(&tokens.token_ids)
-            .map_err(|error| ServiceError::internal(error.to_string()))?;
-        self.generated.extend_from_slice(&tokens.token_ids);
-        Ok(Event::Delta(Delta {
-            text,
+    /// The tokens of a step as far as no stop string ends the answer; then also its end.
+    fn delta(&mut self, mut tokens: verify::CommittedTokens) -> Result<Vec<Event>, ServiceError> {
+        let scan = self.read(&mut tokens)?;
+        self.steps.add(tokens.token_ids.len());
+        let delta = Event::Delta(Delta {
+            text: scan.text,
             token_ids: tokens.token_ids,
             logprobs: tokens.logprobs,
             tree: tokens.tree,
-        }))
+            choice: self.choice,
+        });
+        let end = scan.stopped.map(|string| self.stop(string));
+        Ok(std::iter::once(delta).chain(end).collect())
     }
 
-    /// The text that still waited for the rest of a character, then the end.
+    /// Takes the tokens one by one, since a stop string ends the answer with the token that completes it. What comes
+    /// behind is cut off.
+    fn read(&mut self, tokens: &mut verify::CommittedTokens) -> Result<Scan, ServiceError> {
+        if self.stops.is_empty() {
+            self.generated.extend_from_slice(&tokens.token_ids);
+            return Ok(Scan {
+                text: self.decode(&tokens.token_ids)?,
+                stopped: None,
+            });
+        }
+        let mut scan = Scan::default();
+        for index in 0..tokens.token_ids.len() {
+            let token = tokens.token_ids[index];
+            let text = self.decode(&[token])?;
+            self.generated.push(token);
+            let may_stop = self.generated.len() >= self.min_tokens;
+            let part = self.stops.push(&text, may_stop);
+            scan.text += &part.text;
+            if part.stopped.is_some() {
+                tokens.token_ids.truncate(index + 1);
+                tokens.logprobs.truncate(index + 1);
+                scan.stopped = part.stopped;
+                break;
+            }
+        }
+        Ok(scan)
+    }
+
+    fn decode(&mut self, ids: &[u32]) -> Result<String, ServiceError> {
+        self.decoder
+            .push(ids)
+            .map_err(|error| ServiceError::internal(error.to_string()))
+    }
+
+    /// The text that was held back, then the end.
     ///
     /// # Errors
     /// INTERNAL when the rest cannot be decoded.
@@ -106,14 +178,48 @@ impl Transcript {
             .decoder
             .finish()
             .map_err(|error| ServiceError::internal(error.to_string()))?;
+        // The last character may complete a stop string.
+        let may_stop = self.generated.len() >= self.min_tokens;
+        let mut scan = self.stops.push(&rest, may_stop);
+        if scan.stopped.is_none() {
+            scan.text += &self.stops.finish();
+        }
         let mut events = Vec::with_capacity(2);
-        if !rest.is_empty() {
+        if !scan.text.is_empty() {
             events.push(Event::Delta(Delta {
-                text: rest,
+                text: scan.text,
+                choice: self.choice,
                 ..Delta::default()
             }));
         }
-        events.push(Event::Finished(Finished {
+        if let Some(string) = scan.stopped {
+            events.push(self.stop(string));
+            return Ok(events);
+        }
+        let stop = match (reason, self.generated.last()) {
+            (FinishReason::Stop, Some(&token)) => Some(Stop::StopTokenId(token)),
+            _ => None,
+        };
+        events.push(self.end(reason, stop, cached_tokens, stats));
+        Ok(events)
+    }
+
+    /// The end by a stop string.
+    fn stop(&mut self, string: String) -> Event {
+        let stats = self.steps.report(self.generated.len());
+        let stop = Some(Stop::StopString(string));
+        self.end(FinishReason::Stop, stop, 0, Some(stats))
+    }
+
+    fn end(
+        &mut self,
+        reason: FinishReason,
+        stop: Option<Stop>,
+        cached_tokens: u32,
+        stats: Option<verify::SpeculationStats>,
+    ) -> Event {
+        self.is_finished = true;
+        Event::Finished(Finished {
             finish_reason: reason.into(),
             // Counted here: a replayed verify call knows its own part only.
             usage: Some(verify::Usage {
@@ -122,8 +228,9 @@ impl Transcript {
                 cached_tokens,
             }),
             stats,
-        }));
-        Ok(events)
+            choice: self.choice,
+            stop,
+        })
     }
 }
 

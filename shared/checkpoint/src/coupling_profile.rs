@@ -194,7 +194,7 @@ mod tests {
                 p.fits[0].acceptance[1][2][0] = 1.5
             }),
             ("[depth][rank][gap]", |p| {
-                drop(p.fits[0].acceptance[1][2].pop())
+                p.fits[0].acceptance[1][2].truncate(1)
             }),
         ];
         for (part, edit) in edits {

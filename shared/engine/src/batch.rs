@@ -98,7 +98,7 @@ pub struct SequenceRows<'a> {
     pub shape: RowShape<'a>,
     /// One entry per row; `None` skips the head for that row.
     pub head: &'a [Option<HeadRequest>],
-    /// How the rows that ask for the head choose the token behind them, see [`crate::HeadRow::chosen`]; `None`, and rules
+    /// How the rows that ask for top tokens choose the token behind them, see [`crate::HeadRow::chosen`]; `None`, and rules
     /// that take the best, choose nothing.
     pub sampling: Option<RowChoices<'a>>,
     /// Whether to return the drafter's context features of every row.

@@ -32,6 +32,7 @@ impl Mode {
         SpeculationOptions {
             mode: Some(mode.into()),
             budget,
+            ..Default::default()
         }
     }
 }

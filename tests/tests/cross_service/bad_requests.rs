@@ -53,7 +53,7 @@ impl Fault {
             Self::TooManyLogprobs => ("output.top_logprobs", "21".to_owned()),
             Self::NoTokens => ("max_tokens", "0".to_owned()),
             Self::UnknownStopToken => ("stop_token_ids[1]", VOCAB.to_string()),
-            Self::Temperature => ("sampling.temperature", "0.7".to_owned()),
+            Self::Temperature => ("sampling.temperature", "-0.7".to_owned()),
         }
     }
 
@@ -75,7 +75,7 @@ impl Fault {
             Self::UnknownStopToken => request.stop_token_ids = vec![1, VOCAB],
             Self::Temperature => {
                 request.sampling = Some(verify::SamplingParams {
-                    temperature: Some(0.7),
+                    temperature: Some(-0.7),
                     ..Default::default()
                 });
             }
@@ -101,6 +101,7 @@ fn speculation(mode: i32, budget: Option<u32>) -> Option<verify::SpeculationOpti
     Some(verify::SpeculationOptions {
         mode: Some(mode),
         budget,
+        ..Default::default()
     })
 }
 

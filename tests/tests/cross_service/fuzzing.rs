@@ -10,7 +10,9 @@ use tonic::Code;
 use treespec_rpc::proto::coordinator::v1::{
     GenerateRequest, Message, Messages, TokenIds, generate_request::Prompt,
 };
-use treespec_rpc::proto::verify::v1::{OutputOptions, SamplingParams, SpeculationOptions};
+use treespec_rpc::proto::verify::v1::{
+    Choices, Constraint, OutputOptions, SamplingParams, SpeculationOptions, constraint::Kind,
+};
 use treespec_testkit::{Ask, Cluster, Mode, PATIENCE, Service, call_with_bytes};
 
 use crate::models::{FIT, LLAMA, cluster};
@@ -72,8 +74,15 @@ prop_compose! {
         min_p in maybe(float()),
         seed in maybe(any::<u64>()),
         repetition_penalty in maybe(float()),
+        (presence_penalty, frequency_penalty) in (maybe(float()), maybe(float())),
+        logit_bias in prop::collection::hash_map(number(), float(), 0..3),
+        allowed_token_ids in prop_oneof![4 => Just(Vec::new()), 1 => prop::collection::vec(number(), 0..4)],
+        banned_token_ids in prop::collection::vec(number(), 0..3),
     ) -> SamplingParams {
-        SamplingParams { temperature, top_p, top_k, min_p, seed, repetition_penalty, ..Default::default() }
+        SamplingParams {
+            temperature, top_p, top_k, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty,
+            logit_bias, allowed_token_ids, banned_token_ids,
+        }
     }
 }
 
@@ -81,8 +90,9 @@ prop_compose! {
     fn speculation()(
         mode in maybe(prop_oneof![8 => 0..6i32, 1 => any::<i32>()]),
         budget in maybe(number()),
+        ranking in maybe(0..5i32),
     ) -> SpeculationOptions {
-        SpeculationOptions { mode, budget }
+        SpeculationOptions { mode, budget, ranking }
     }
 }
 
@@ -91,9 +101,23 @@ prop_compose! {
         top_logprobs in maybe(0..25u32),
         prompt_logprobs in maybe(any::<bool>()),
         include_trees in maybe(any::<bool>()),
+        logprob_kind in maybe(0..4i32),
     ) -> OutputOptions {
-        OutputOptions { top_logprobs, prompt_logprobs, include_trees }
+        OutputOptions { top_logprobs, prompt_logprobs, include_trees, logprob_kind }
     }
+}
+
+fn constraint() -> impl Strategy<Value = Constraint> {
+    let junk = "[\\[\\]{}()*+?|\\\\\":,a-z0-9 ]{0,20}";
+    let kind = prop_oneof![
+        1 => Just(None),
+        1 => junk.prop_map(|text| Some(Kind::JsonSchema(text))),
+        1 => Just(Some(Kind::JsonSchema("{\"type\": \"integer\"}".to_owned()))),
+        2 => junk.prop_map(|text| Some(Kind::Regex(text))),
+        2 => prop::collection::vec(".{0,4}", 0..3).prop_map(|options| Some(Kind::Choices(Choices { options }))),
+        1 => junk.prop_map(|text| Some(Kind::Lark(text))),
+    ];
+    kind.prop_map(|kind| Constraint { kind })
 }
 
 prop_compose! {
@@ -107,9 +131,15 @@ prop_compose! {
         sampling in maybe(sampling()),
         speculation in prop::option::of(speculation()),
         output in maybe(output()),
+        stop_strings in prop::collection::vec(".{0,3}", 0..3),
+        include_stop in maybe(any::<bool>()),
+        min_tokens in maybe(0..40u32),
+        constraint in prop::option::weighted(0.1, constraint()),
+        choices in maybe(0..4u32),
     ) -> GenerateRequest {
         GenerateRequest {
             request_id, prompt, max_tokens: Some(max_tokens), stop_token_ids, ignore_eos, sampling, speculation, output,
+            stop_strings, include_stop, min_tokens, constraint, choices,
         }
     }
 }

@@ -58,12 +58,17 @@ fn check_drafter(case: &str, file: &str, expected: &DrafterExpected) {
             bits(&rows),
             "{what}: the target's head"
         );
-        let chain = build_draft(position.root_token, &rows, DraftShape::Chain);
+        let chain = build_draft(position.root_token, &rows, DraftShape::Chain, None);
         assert_eq!(chain.tokens()[1..], position.chain_tokens, "{what} chain");
         for (budget, expected_tree) in &position.trees {
             let budget: usize = budget.parse().unwrap();
             let rows = drafter.head_topk(&hidden, budget).unwrap();
-            let tree = build_draft(position.root_token, &rows, DraftShape::Tree { budget });
+            let tree = build_draft(
+                position.root_token,
+                &rows,
+                DraftShape::Tree { budget },
+                None,
+            );
             assert_eq!(tree.tokens(), expected_tree.tokens, "{what} tree {budget}");
             let parents: Vec<i32> = (0..tree.len())
                 .map(|n| tree.parent(n).map_or(-1, |p| p as i32))

@@ -11,7 +11,7 @@ use treespec_tree::TokenTree;
 pub(crate) const TOP5: HeadRequest = HeadRequest {
     top_k: 5,
     normaliser: true,
-    gather: None,
+    ..HeadRequest::ARGMAX
 };
 
 pub(crate) struct Target {

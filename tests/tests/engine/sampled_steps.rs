@@ -5,10 +5,10 @@ use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
 use treespec_engine::{
     Backend, BlockPool, BlockTable, Colocated, CpuDrafter, CpuOptions, CpuTarget, DraftShape,
     Drafter as _, DrafterOptions, EngineError, ForwardOutput, HeadRequest, HeadRow, RowBatch,
-    RowShape, SequenceRows, SpeculativeStep, Speculator as _, StepBatch, TargetOptions, TargetSpec,
-    TreeRows, VerifiedTree, cpu::Isa,
+    RowChoices, RowShape, SequenceRows, SpeculativeStep, Speculator as _, StepBatch, TargetOptions,
+    TargetSpec, TreeRows, VerifiedTree, cpu::Isa,
 };
-use treespec_sampling::{Processors, SamplingParams, sample};
+use treespec_sampling::{Coupling, Processors, Ranking, SamplingParams, sample};
 use treespec_tests::{DENSE_CASES, Expected, case_json, case_path};
 use treespec_tree::TokenTree;
 
@@ -127,7 +127,7 @@ fn step(
         committed,
         tree,
         head,
-        sampling,
+        sampling: sampling.map(|params| Processors::new(params).into()),
         features: false,
     }];
     let rows = Vec::new();
@@ -184,7 +184,7 @@ fn every_node_chooses_what_sampling_chooses_from_its_dense_logits() {
                 let everything = HeadRequest {
                     top_k: vocab_size,
                     normaliser: true,
-                    gather: None,
+                    ..HeadRequest::ARGMAX
                 };
                 let head = vec![Some(everything); tree.len()];
                 for sampling in all_params() {
@@ -194,7 +194,7 @@ fn every_node_chooses_what_sampling_chooses_from_its_dense_logits() {
                         tokens: tree.tokens(),
                         shape: RowShape::tree(&tree, &ancestors),
                         head: &head,
-                        sampling: Some(&sampling),
+                        sampling: Some(Processors::new(&sampling).into()),
                         features: false,
                     };
                     let sequences = vec![rows];
@@ -247,12 +247,19 @@ fn drafts_of_any_quality_change_no_token() {
             let mut accepted = Vec::new();
             for drafter in ["drafter_fit", "drafter"] {
                 for shape in [DraftShape::Chain, DraftShape::Tree { budget: 16 }] {
-                    let (tokens, drafted) = speculative(case, drafter, &prompt, shape, sampling);
-                    assert_eq!(tokens, answer, "{case} {drafter} {shape:?} {sampling:?}");
-                    accepted.push(drafted);
+                    for ranking in [Ranking::Plain, Ranking::Full] {
+                        let (tokens, drafted) =
+                            speculative(case, drafter, &prompt, shape, sampling, ranking);
+                        let what = format!("{case} {drafter} {shape:?} {ranking:?} {sampling:?}");
+                        assert_eq!(tokens, answer, "{what}");
+                        accepted.push(drafted);
+                    }
                 }
             }
-            assert!(accepted[1] > 0, "the fitted drafter's trees: {accepted:?}");
+            assert!(
+                accepted[2] > 0 && accepted[3] > 0,
+                "the fitted drafter's trees: {accepted:?}"
+            );
             let tokens = with_random_trees(case, &prompt, &answer, sampling);
             assert_eq!(tokens, answer, "{case} random trees {sampling:?}");
         }
@@ -266,7 +273,13 @@ fn speculative(
     prompt: &[u32],
     shape: DraftShape,
     sampling: &SamplingParams,
+    ranking: Ranking,
 ) -> (Vec<u32>, usize) {
+    let coupling = Some(Coupling {
+        seed: sampling.seed.unwrap(),
+        temperature: sampling.temperature,
+        ranking,
+    });
     let checkpoint = DrafterCheckpoint::open(&case_path(case, drafter)).unwrap();
     let model = TargetCheckpoint::open(&case_path(case, "model")).unwrap();
     let options = DrafterOptions {
@@ -292,7 +305,8 @@ fn speculative(
             shape,
             max_depth: 100,
             head: HeadRequest::ARGMAX,
-            sampling: Some(sampling),
+            sampling: Some(Processors::new(sampling)),
+            coupling,
         }];
         let done = speculator.speculate(&steps).unwrap().remove(0);
         tokens.extend(decided(&done.tree, &done.verified));
@@ -370,6 +384,7 @@ fn a_step_samples_some_of_its_sequences() {
     prefill(&mut backend, &tables[1], &prompt, false);
     let mut head = vec![None; prompt.len()];
     head[committed] = Some(HeadRequest::ARGMAX);
+    let choices = RowChoices::from(Processors::new(&sampling));
     let tree = |table, sampling| TreeRows {
         table,
         committed,
@@ -386,10 +401,13 @@ fn a_step_samples_some_of_its_sequences() {
                 tokens: &prompt,
                 shape: RowShape::Chain,
                 head: &head,
-                sampling: Some(&sampling),
+                sampling: Some(RowChoices {
+                    counted_rows: prompt.len(),
+                    ..choices
+                }),
                 features: false,
             }],
-            trees: vec![tree(&tables[0], None), tree(&tables[1], Some(&sampling))],
+            trees: vec![tree(&tables[0], None), tree(&tables[1], Some(choices))],
         })
         .unwrap();
     let bonus: Vec<u32> = output.trees.iter().map(|t| t.acceptance.bonus).collect();

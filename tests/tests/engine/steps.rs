@@ -47,6 +47,7 @@ impl Sequence {
             max_depth: 100,
             head: HeadRequest::ARGMAX,
             sampling: None,
+            coupling: None,
         }
     }
 

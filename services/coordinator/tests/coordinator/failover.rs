@@ -239,6 +239,7 @@ async fn a_replica_without_a_drafter_goes_on_plainly() {
     let mode = |mode: Mode| SpeculationOptions {
         mode: Some(mode.into()),
         budget: None,
+        ..Default::default()
     };
     let answer = coordinator
         .generate(GenerateRequest {

@@ -119,6 +119,7 @@ async fn verify_is_told_everything() {
             speculation: Some(SpeculationOptions {
                 mode: Some(Mode::Tree.into()),
                 budget: Some(16),
+                ..Default::default()
             }),
             ..request(&[1, 2, 3])
         })
@@ -168,6 +169,7 @@ async fn plain_decoding_takes_no_drafter() {
     let speculation = Some(SpeculationOptions {
         mode: Some(Mode::Ar.into()),
         budget: None,
+        ..Default::default()
     });
     let plain = GenerateRequest {
         speculation,
@@ -358,6 +360,7 @@ async fn a_model_that_hosts_its_drafter_needs_no_draft_service_and_no_lease() {
             speculation: Some(SpeculationOptions {
                 mode: Some(Mode::Tree.into()),
                 budget: Some(4),
+                ..Default::default()
             }),
             ..request(&[1])
         };

@@ -187,6 +187,7 @@ pub(crate) fn head(hidden: &[f32], k: usize) -> Vec<HeadRow> {
                 top,
                 gathered: None,
                 chosen: None,
+                rank: None,
             }
         })
         .collect()

@@ -316,6 +316,7 @@ pub(crate) fn propose(sequence_id: u64, epoch: u32, ctx_end: u32) -> Propose {
         shape: Shape::Tree.into(),
         budget: 8,
         placement: TopkPlacement::Draft.into(),
+        coupling: None,
     }
 }
 
@@ -326,7 +327,7 @@ pub(crate) fn tree_of(proposal: &Proposal, root: u32, shape: DraftShape) -> Toke
         Draft::BlockHidden(hidden) => {
             let hidden = convert::block_hidden_from_proto(hidden, BLOCK, HIDDEN).unwrap();
             let rows: Vec<HeadRow> = head(&hidden, shape.candidates_per_depth(VOCAB));
-            build_draft(root, &rows, shape)
+            build_draft(root, &rows, shape, None)
         }
     }
 }

@@ -192,7 +192,8 @@ impl Backend for CpuTarget {
             if let Some(request) = request {
                 head_hidden.extend_from_slice(hidden);
                 requests.push(*request);
-                sampling.push(RowSampling::of(sequence, row));
+                let chooses = request.top_k > 0;
+                sampling.push(chooses.then(|| RowSampling::of(sequence, row)).flatten());
             }
         }
         self.final_norm.apply(pass.isa, &mut head_hidden);
