@@ -250,6 +250,7 @@ mod tests {
             logprobs: vec![proto::TokenLogprob {
                 token_id: 5,
                 logprob: -0.1,
+                rank: 1,
                 top: vec![proto::CandidateLogprob {
                     token_id: 5,
                     logprob: -0.1,
@@ -308,7 +309,7 @@ mod tests {
     #[test]
     fn log_probs_appear_only_when_asked_and_the_prompt_starts_with_null() {
         let json = serde_json::to_string(&answer().to_json(true, true)).unwrap();
-        let expected = r#""logprobs":[{"id":5,"logprob":-0.1,"top":[[5,-0.1]]}],"prompt_logprobs":[null,-1.5,-2.5]}"#;
+        let expected = r#""logprobs":[{"id":5,"logprob":-0.1,"rank":1,"top":[[5,-0.1]]}],"prompt_logprobs":[null,-1.5,-2.5]}"#;
         assert!(json.ends_with(expected), "{json}");
     }
 

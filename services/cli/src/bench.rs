@@ -1,9 +1,11 @@
 //! `treespec bench`: measurements that others can repeat, and the comparison with reference answers.
 
+mod coupling;
 mod engine;
 mod figures;
 mod gpu;
 mod kernels;
+mod lossless;
 mod mode_table;
 mod parity;
 mod precision;
@@ -42,6 +44,10 @@ pub(crate) enum BenchCommand {
     Precision(precision::PrecisionArgs),
     /// Microseconds from a drafter's hidden rows to a tree on a GPU, by the size of the vocabulary
     Topk(topk::TopkArgs),
+    /// Whether drafts of every kind give the answers of plain decoding, over clusters; exit status 1 on a difference
+    Lossless(lossless::LosslessArgs),
+    /// Tokens per step at temperatures above 0 by how drafts are ranked, and the fit that is stored with a drafter
+    Coupling(coupling::CouplingArgs),
     /// Token ids and accepted counts against a reference file, over a cluster; exit status 1 on a difference
     Parity(parity::ParityArgs),
 }
@@ -57,14 +63,17 @@ pub(crate) async fn run(command: BenchCommand) -> Result<ExitCode> {
         BenchCommand::Step(args) => step::run(&args).map(|()| ExitCode::SUCCESS),
         BenchCommand::Precision(args) => precision::run(&args).map(|()| ExitCode::SUCCESS),
         BenchCommand::Topk(args) => topk::run(&args).map(|()| ExitCode::SUCCESS),
-        BenchCommand::Parity(args) => {
-            let equal = parity::run(args).await?;
-            Ok(if equal {
-                ExitCode::SUCCESS
-            } else {
-                ExitCode::FAILURE
-            })
-        }
+        BenchCommand::Coupling(args) => coupling::run(&args).map(|()| ExitCode::SUCCESS),
+        BenchCommand::Lossless(args) => lossless::run(args).await.map(exit_code),
+        BenchCommand::Parity(args) => parity::run(args).await.map(exit_code),
+    }
+}
+
+/// Of a comparison.
+fn exit_code(equal: bool) -> ExitCode {
+    match equal {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
     }
 }
 

@@ -106,6 +106,7 @@ impl LocalTarget {
                         top_k: 1,
                         normaliser: true,
                         gather: Some(token),
+                        ..HeadRequest::ARGMAX
                     })
                 })
                 .collect();
@@ -131,7 +132,7 @@ impl LocalTarget {
         let request = HeadRequest {
             top_k: top_k.min(self.backend.spec().vocab_size),
             normaliser: true,
-            gather: None,
+            ..HeadRequest::ARGMAX
         };
         let head = vec![Some(request); tree.len()];
         let ancestors = tree.ancestors();

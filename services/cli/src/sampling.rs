@@ -1,6 +1,6 @@
 //! How tokens are chosen and what ends an answer, as the command line writes it.
 
-use std::{fs, path::PathBuf, str::FromStr};
+use std::{fmt, fs, path::PathBuf, str::FromStr};
 
 use anyhow::{Context as _, Result};
 use clap::ValueEnum;
@@ -127,6 +127,26 @@ impl From<Ranking> for proto::DraftRanking {
             Ranking::Full => Self::Full,
             Ranking::Fitted => Self::Fitted,
         }
+    }
+}
+
+impl From<Ranking> for treespec_sampling::Ranking {
+    fn from(ranking: Ranking) -> Self {
+        match ranking {
+            Ranking::Plain => Self::Plain,
+            Ranking::Full => Self::Full,
+            Ranking::Fitted => Self::Fitted,
+        }
+    }
+}
+
+impl fmt::Display for Ranking {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Plain => "plain",
+            Self::Full => "full",
+            Self::Fitted => "fitted",
+        })
     }
 }
 

@@ -238,3 +238,6 @@ impl Transcript {
 fn count(tokens: usize) -> u32 {
     u32::try_from(tokens).unwrap_or(u32::MAX)
 }
+
+#[cfg(test)]
+mod tests;

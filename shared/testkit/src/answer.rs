@@ -2,7 +2,9 @@
 
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
-use treespec_rpc::proto::coordinator::v1::{Delta, GenerateResponse, generate_response::Event};
+use treespec_rpc::proto::coordinator::v1::{
+    Delta, GenerateResponse, finished::Stop, generate_response::Event,
+};
 use treespec_rpc::proto::verify::v1::{
     FinishReason, SpeculationStats, StepTree, TokenLogprob, Usage,
 };
@@ -20,8 +22,12 @@ pub struct Answer {
     pub token_ids: Vec<u32>,
     /// Their text.
     pub text: String,
+    /// The seed that the request was answered with.
+    pub seed: u64,
     /// Why it ended; unspecified until it has.
     pub finish: FinishReason,
+    /// The token or string that ended it.
+    pub stop: Option<Stop>,
     /// One per token when asked for.
     pub logprobs: Vec<TokenLogprob>,
     /// Those of the second prompt token on, when asked for.
@@ -38,27 +44,25 @@ pub struct Answer {
 
 /// A generation under way. Dropping it cancels the request.
 ///
-/// Every method panics when the stream breaks its own protocol: one Started, then deltas, then one Finished.
+/// Every method panics when the stream breaks its own protocol: one Started, then deltas, then one Finished per answer.
 pub struct AnswerStream {
     events: Streaming<GenerateResponse>,
-    answer: Answer,
+    answers: Vec<Answer>,
     started: bool,
-    finished: bool,
 }
 
 impl AnswerStream {
-    pub(crate) fn new(events: Streaming<GenerateResponse>) -> Self {
+    pub(crate) fn new(events: Streaming<GenerateResponse>, choices: usize) -> Self {
         Self {
             events,
-            answer: Answer::default(),
+            answers: vec![Answer::default(); choices],
             started: false,
-            finished: false,
         }
     }
 
-    /// What has come so far.
+    /// What has come so far of the first answer.
     pub fn so_far(&self) -> &Answer {
-        &self.answer
+        &self.answers[0]
     }
 
     /// The next delta; `None` when the generation has finished.
@@ -69,9 +73,15 @@ impl AnswerStream {
         loop {
             let response = timeout(PATIENCE, self.events.message())
                 .await
-                .unwrap_or_else(|_| panic!("the stream stalls after {:?}", self.answer))?;
+                .unwrap_or_else(|_| panic!("the stream stalls after {:?}", self.answers))?;
             let Some(response) = response else {
-                assert!(self.finished, "the stream ends without Finished");
+                let unfinished = FinishReason::Unspecified;
+                assert!(
+                    self.answers
+                        .iter()
+                        .all(|answer| answer.finish != unfinished),
+                    "the stream ends without Finished"
+                );
                 return Ok(None);
             };
             let event = response
@@ -83,28 +93,44 @@ impl AnswerStream {
         }
     }
 
-    /// Reads to the end.
+    /// Reads to the end, for the first answer.
     ///
     /// # Errors
-    /// The status that ends the stream.
-    pub async fn finish(mut self) -> Result<Answer, Status> {
+    /// The status that ends the stream, here and below.
+    pub async fn finish(self) -> Result<Answer, Status> {
+        Ok(self.finish_all().await?.swap_remove(0))
+    }
+
+    /// Reads to the end, for all answers.
+    ///
+    /// # Errors
+    /// As [`AnswerStream::finish`].
+    pub async fn finish_all(mut self) -> Result<Vec<Answer>, Status> {
         while self.next().await?.is_some() {}
-        Ok(self.answer)
+        Ok(self.answers)
     }
 
     fn record(&mut self, event: Event) -> Option<Delta> {
-        assert!(!self.finished, "{event:?} after Finished");
         assert_eq!(
             self.started,
             !matches!(event, Event::Started(_)),
             "Started must come once and first"
         );
-        let answer = &mut self.answer;
+        let choice = match &event {
+            Event::Delta(delta) => delta.choice,
+            Event::Finished(finished) => finished.choice,
+            Event::Started(_) | Event::Progress(_) | Event::PromptLogprobs(_) => 0,
+        };
+        let answer = &mut self.answers[choice as usize];
+        let unfinished = answer.finish == FinishReason::Unspecified;
         match event {
             Event::Started(started) => {
                 self.started = true;
-                answer.request_id = started.request_id;
-                answer.prompt_tokens = started.prompt_tokens;
+                for answer in &mut self.answers {
+                    answer.request_id.clone_from(&started.request_id);
+                    answer.prompt_tokens = started.prompt_tokens;
+                    answer.seed = started.seed;
+                }
             }
             Event::Progress(_) => {}
             Event::PromptLogprobs(logprobs) => {
@@ -112,6 +138,7 @@ impl AnswerStream {
                 answer.prompt_logprobs = logprobs.logprobs;
             }
             Event::Delta(delta) => {
+                assert!(unfinished, "{delta:?} after Finished");
                 answer.text.push_str(&delta.text);
                 answer.token_ids.extend(&delta.token_ids);
                 answer.logprobs.extend(delta.logprobs.iter().cloned());
@@ -119,8 +146,9 @@ impl AnswerStream {
                 return Some(delta);
             }
             Event::Finished(finished) => {
-                self.finished = true;
+                assert!(unfinished, "{finished:?} after Finished");
                 answer.finish = finished.finish_reason();
+                answer.stop.clone_from(&finished.stop);
                 answer.usage = finished.usage.unwrap_or_default();
                 answer.stats = finished.stats.unwrap_or_default();
                 answer.rounds.clone_from(&answer.stats.rounds);

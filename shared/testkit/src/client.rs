@@ -25,17 +25,29 @@ impl Client {
     /// # Errors
     /// The status with which it is refused.
     pub async fn open(&self, request: impl Into<GenerateRequest>) -> Result<AnswerStream, Status> {
-        let request = request.into().into_request();
-        let response = self.0.clone().generate(request).await?;
-        Ok(AnswerStream::new(response.into_inner()))
+        let request = request.into();
+        let choices = request.choices.unwrap_or(1);
+        let response = self.0.clone().generate(request.into_request()).await?;
+        Ok(AnswerStream::new(response.into_inner(), choices as usize))
     }
 
-    /// The whole answer.
+    /// The whole answer; the first, when several were asked for.
     ///
     /// # Errors
     /// The status, whether it refused the request or broke the stream.
     pub async fn generate(&self, request: impl Into<GenerateRequest>) -> Result<Answer, Status> {
         self.open(request).await?.finish().await
+    }
+
+    /// All answers of a request for several.
+    ///
+    /// # Errors
+    /// As [`Client::generate`].
+    pub async fn generate_all(
+        &self,
+        request: impl Into<GenerateRequest>,
+    ) -> Result<Vec<Answer>, Status> {
+        self.open(request).await?.finish_all().await
     }
 
     /// Token ids of text or messages.

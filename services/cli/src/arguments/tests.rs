@@ -24,12 +24,12 @@ fn the_definition_is_consistent() {
 #[test]
 fn generate_is_greedy_and_automatic_by_default() {
     let args = generate("treespec generate --prompt hello");
-    assert_eq!(args.generation.temperature, 0.0);
+    assert_eq!(args.generation.sampling.temperature, 0.0);
     assert_eq!(args.generation.mode, Mode::Auto);
     assert_eq!(args.generation.max_tokens, 256);
     assert_eq!(args.generation.budget, None);
     assert_eq!(args.logprobs, None);
-    assert!(!args.json && !args.prompt_logprobs && !args.generation.ignore_eos);
+    assert!(!args.json && !args.prompt_logprobs && !args.generation.ending.ignore_eos);
 }
 
 #[test]
@@ -42,7 +42,7 @@ fn generate_takes_every_documented_flag() {
     assert_eq!(args.prompt.tokens.unwrap().0, [1, 2, 3]);
     assert_eq!(args.generation.mode, Mode::Tree(None));
     assert_eq!(args.generation.budget, Some(16));
-    assert_eq!(args.generation.stop_token, [7, 8, 9]);
+    assert_eq!(args.generation.ending.stop_token, [7, 8, 9]);
     assert_eq!(args.generation.request_id, "r");
     assert_eq!(args.logprobs, Some(5));
     assert_eq!(

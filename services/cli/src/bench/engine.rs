@@ -17,9 +17,9 @@ use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
 use treespec_engine::{BLOCK_TOKENS, DraftShape, DrafterOptions, Speculator, TargetOptions};
 use treespec_sampling::SamplingParams;
 
+pub(super) use self::decoding::{Decoder, Draw};
 use self::{
     against_reference::AgainstReference,
-    decoding::Decoder,
     draft_mode::{draft_shape, most_nodes},
 };
 use super::{
@@ -35,6 +35,7 @@ use crate::{
     local_target::{open_drafter, open_target},
     mode::Mode,
     models::ModelArgs,
+    sampling::Ranking,
     stdout,
 };
 
@@ -68,23 +69,27 @@ pub(crate) struct EngineArgs {
     #[arg(long, alias = "repeats", default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub repetitions: u32,
     /// Sample at this temperature instead of taking the best token
-    #[arg(long, value_name = "T", default_value_t = 0.0, allow_hyphen_values = true, value_parser = temperature)]
+    #[arg(
+        long,
+        value_name = "T",
+        default_value_t = 0.0,
+        allow_hyphen_values = true
+    )]
     pub temperature: f32,
     /// Seed of the noise above temperature 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
+    /// Nucleus of the draw above temperature 0, in (0, 1]
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    pub top_p: f32,
+    /// How drafts are ranked above temperature 0; the ids do not depend on it
+    #[arg(long, value_enum, default_value_t = Ranking::Fitted, value_name = "HOW")]
+    pub ranking: Ranking,
     /// Also write the figures of every run to this file
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
     #[command(flatten)]
     pub models: ModelArgs,
-}
-
-fn temperature(text: &str) -> Result<f32, String> {
-    match text.parse::<f32>() {
-        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
-        _ => Err("a finite number of at least 0 is allowed".to_owned()),
-    }
 }
 
 /// Prompts of a run without a reference and without `--limit`.
@@ -100,6 +105,8 @@ struct EngineConfig {
     repetitions: u32,
     temperature: f32,
     seed: u64,
+    top_p: f32,
+    ranking: String,
     device: String,
     threads: Option<NonZeroUsize>,
     model: String,
@@ -136,7 +143,7 @@ pub(crate) async fn run(args: EngineArgs) -> Result<()> {
     let nodes = shapes.iter().map(|&shape| most_nodes(shape, block_size));
     let kv_tokens = kv_tokens(&asked.questions, args.batch, nodes.max().unwrap_or(0));
     let model = load(&args.models, &target, &drafter, kv_tokens, args.batch)?;
-    let mut decoder = Decoder::new(model, target.config.eos_token_ids.clone(), args.sampling());
+    let mut decoder = Decoder::new(model, target.config.eos_token_ids.clone(), args.draw()?);
 
     let Measurements { runs, answers } =
         measure(&mut decoder, &args, &shapes, &asked.questions).await?;
@@ -168,6 +175,8 @@ pub(crate) async fn run(args: EngineArgs) -> Result<()> {
             repetitions: args.repetitions,
             temperature: args.temperature,
             seed: args.seed,
+            top_p: args.top_p,
+            ranking: args.ranking.to_string(),
             device: device.to_string(),
             threads: args.models.threads,
             model: target.label(),
@@ -204,12 +213,19 @@ impl EngineArgs {
         )
     }
 
-    fn sampling(&self) -> Option<SamplingParams> {
-        (self.temperature > 0.0).then(|| SamplingParams {
+    /// How tokens are drawn; `None` takes the best.
+    fn draw(&self) -> Result<Option<Draw>> {
+        let params = SamplingParams {
             temperature: self.temperature,
+            top_p: self.top_p,
             seed: Some(self.seed),
             ..SamplingParams::default()
-        })
+        };
+        params.validate()?;
+        Ok((!params.is_greedy()).then(|| Draw {
+            params,
+            ranking: self.ranking.into(),
+        }))
     }
 
     /// Tokens per answer at most; `None` goes as far as the reference.
@@ -222,7 +238,7 @@ impl EngineArgs {
 }
 
 /// Both models on the device and with the threads of `args`, with room for `batch` sequences.
-fn load(
+pub(super) fn load(
     args: &ModelArgs,
     target: &TargetCheckpoint,
     drafter: &DrafterCheckpoint,
@@ -243,7 +259,7 @@ fn load(
 }
 
 /// KV rows for the batch that needs most, every sequence in whole blocks.
-fn kv_tokens(questions: &[Question], batch: NonZeroUsize, most_nodes: usize) -> usize {
+pub(super) fn kv_tokens(questions: &[Question], batch: NonZeroUsize, most_nodes: usize) -> usize {
     let rows = |question: &Question| {
         let rows = question.tokens.len() + question.max_tokens as usize + most_nodes;
         rows.next_multiple_of(BLOCK_TOKENS)

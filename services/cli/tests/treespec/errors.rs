@@ -153,7 +153,7 @@ fn a_bad_request_has_the_services_status() {
         (["--tokens", ""], "INVALID_ARGUMENT: token_ids"),
         (["--tokens", "999999"], "INVALID_ARGUMENT: token_ids"),
         (
-            ["--tokens=1", "--temperature=0.5"],
+            ["--tokens=1", "--temperature=-0.5"],
             "INVALID_ARGUMENT: sampling.temperature",
         ),
         (

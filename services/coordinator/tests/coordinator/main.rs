@@ -3,6 +3,7 @@
 
 mod bad_input;
 mod deadlines;
+mod endings;
 mod failover;
 mod fake_verify;
 mod harness;

@@ -10,7 +10,7 @@ use treespec_rpc::{
             tokenize_request::Input,
         },
         verify::v1::{
-            FinishReason, GetModelInfoResponse, Mode, OutputOptions, PromptLogprobs,
+            DraftRanking, FinishReason, GetModelInfoResponse, Mode, OutputOptions, PromptLogprobs,
             SamplingParams, SpeculationOptions, generate_response::Event as VerifyEvent,
         },
     },
@@ -360,7 +360,7 @@ async fn a_model_that_hosts_its_drafter_needs_no_draft_service_and_no_lease() {
             speculation: Some(SpeculationOptions {
                 mode: Some(Mode::Tree.into()),
                 budget: Some(4),
-                ..Default::default()
+                ranking: Some(DraftRanking::Fitted.into()),
             }),
             ..request(&[1])
         };

@@ -64,6 +64,7 @@ impl Queue {
             root_token: 3,
             shape: DraftShape::Tree { budget: 4 },
             placement,
+            coupling: None,
         };
         self.sequence(id, SequenceRequest::Propose(request));
     }

@@ -8,7 +8,7 @@ use treespec_engine::{
     RowBatch, RowShape, SequenceRows, Speculated, SpeculativeStep, Speculator, StepBatch, TreeRows,
     VerifiedTree,
 };
-use treespec_sampling::SamplingParams;
+use treespec_sampling::{Coupling, Processors, Ranking, SamplingParams};
 use treespec_tree::TokenTree;
 
 use super::draft_mode::most_nodes;
@@ -22,42 +22,75 @@ const PREFILL_CHUNK: usize = 128;
 
 /// An answer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Answered {
+pub(in crate::bench) struct Answered {
     /// Generated ids, a final stop token included.
-    pub(super) tokens: Vec<u32>,
+    pub(in crate::bench) tokens: Vec<u32>,
     /// Drafted tokens accepted in every step.
-    pub(super) rounds: Vec<u32>,
+    pub(in crate::bench) rounds: Vec<u32>,
+}
+
+/// How tokens are drawn.
+#[derive(Debug, Clone, PartialEq)]
+pub(in crate::bench) struct Draw {
+    /// With a seed.
+    pub(in crate::bench) params: SamplingParams,
+    /// What drafters make of the noise.
+    pub(in crate::bench) ranking: Ranking,
+}
+
+impl Draw {
+    fn processors(&self) -> Processors<'_> {
+        Processors::new(&self.params)
+    }
+
+    fn coupling(&self) -> Coupling {
+        Coupling {
+            seed: self.params.seed.unwrap_or(0),
+            temperature: self.params.temperature,
+            ranking: self.ranking,
+        }
+    }
 }
 
 /// A model that decodes batches of questions one after the other.
-pub(super) struct Decoder {
+pub(in crate::bench) struct Decoder {
     model: Box<dyn Speculator>,
     pool: BlockPool,
     block_size: usize,
     stop_tokens: Vec<u32>,
     /// How tokens are chosen; `None` takes the best.
-    sampling: Option<SamplingParams>,
+    draw: Option<Draw>,
 }
 
 impl Decoder {
     /// A decoder whose answers end with one of `stop_tokens`.
-    pub(super) fn new(
+    pub(in crate::bench) fn new(
         mut model: Box<dyn Speculator>,
         stop_tokens: Vec<u32>,
-        sampling: Option<SamplingParams>,
+        draw: Option<Draw>,
     ) -> Self {
         let block_size = model.drafter().spec().block_size;
         Self {
             pool: BlockPool::new(model.spec().num_blocks),
             block_size,
             stop_tokens,
-            sampling,
+            draw,
             model,
         }
     }
 
+    /// How the next answers are drawn; `None` takes the best tokens.
+    pub(in crate::bench) fn set_draw(&mut self, draw: Option<Draw>) {
+        self.draw = draw;
+    }
+
+    /// The models. Between answers nothing in them is in use.
+    pub(in crate::bench) fn model(&mut self) -> &mut dyn Speculator {
+        self.model.as_mut()
+    }
+
     /// What decides the bits of a result.
-    pub(super) fn numerics_profile(&self) -> &str {
+    pub(in crate::bench) fn numerics_profile(&self) -> &str {
         &self.model.spec().numerics_profile
     }
 
@@ -65,7 +98,7 @@ impl Decoder {
     ///
     /// # Errors
     /// A question beyond the context length or the KV cache, or a fault of the model.
-    pub(super) fn answer(
+    pub(in crate::bench) fn answer(
         &mut self,
         questions: &[Question],
         shape: Option<DraftShape>,
@@ -111,7 +144,7 @@ impl Decoder {
     ///
     /// # Errors
     /// As [`Self::answer`].
-    pub(super) fn best_two(&mut self, tokens: &[u32]) -> Result<HeadRow> {
+    pub(in crate::bench) fn best_two(&mut self, tokens: &[u32]) -> Result<HeadRow> {
         let head = HeadRequest {
             top_k: 2,
             ..HeadRequest::ARGMAX
@@ -158,8 +191,7 @@ impl Decoder {
         table: &BlockTable,
         context: Option<ContextId>,
     ) -> Result<u32> {
-        let (Some(sampling), Some((last, before))) = (self.sampling.clone(), prompt.split_last())
-        else {
+        let (Some(draw), Some((last, before))) = (self.draw.clone(), prompt.split_last()) else {
             let last = self.prefill(prompt, table, HeadRequest::ARGMAX, context)?;
             return treespec_sampling::greedy(&last.top)
                 .ok_or_else(|| EngineError::NonFiniteLogits { row: 0 }.into());
@@ -175,7 +207,7 @@ impl Decoder {
                 committed: before.len(),
                 tree: &root,
                 head: HeadRequest::ARGMAX,
-                sampling: Some(&sampling),
+                sampling: Some(draw.processors().into()),
                 features: context.is_some(),
             }],
         })?;
@@ -246,7 +278,7 @@ impl Decoder {
                 committed: sequence.committed,
                 tree,
                 head: HeadRequest::ARGMAX,
-                sampling: self.sampling.as_ref(),
+                sampling: self.draw.as_ref().map(|draw| draw.processors().into()),
                 features: false,
             })
             .collect();
@@ -281,7 +313,8 @@ impl Decoder {
                     shape,
                     max_depth: sequence.room - sequence.committed,
                     head: HeadRequest::ARGMAX,
-                    sampling: self.sampling.as_ref(),
+                    sampling: self.draw.as_ref().map(Draw::processors),
+                    coupling: self.draw.as_ref().map(Draw::coupling),
                 })
             })
             .collect::<Result<Vec<_>>>()?;

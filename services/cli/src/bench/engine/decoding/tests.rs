@@ -85,10 +85,13 @@ fn every_mode_samples_the_same_ids() {
         };
         let questions = [reference.question, other];
         for seed in [0, 7] {
-            decoder.sampling = Some(SamplingParams {
-                temperature: 1.0,
-                seed: Some(seed),
-                ..SamplingParams::default()
+            decoder.draw = Some(Draw {
+                params: SamplingParams {
+                    temperature: 1.0,
+                    seed: Some(seed),
+                    ..SamplingParams::default()
+                },
+                ranking: Ranking::Full,
             });
             let answers = MODES.map(|(_, shape)| {
                 let (answers, _) = decoder.answer(&questions, shape).unwrap();
