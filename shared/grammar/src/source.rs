@@ -180,18 +180,21 @@ fn choices_as_lark(choices: &[String]) -> String {
     format!("start: CHOICE\nCHOICE: {}\n", literals.join(" | "))
 }
 
-/// The JSON schemas inside a Lark grammar. What is no JSON is left to the compiler to refuse.
+/// The JSON schemas inside a Lark grammar. They follow the keyword at once, wherever it stands; what is no JSON there is
+/// left to the compiler to refuse.
 fn embedded_schemas(lark: &str) -> impl Iterator<Item = Value> + '_ {
-    lark.split("%json").skip(1).filter_map(|rest| {
-        serde_json::Deserializer::from_str(rest)
-            .into_iter()
-            .next()?
-            .ok()
+    const KEYWORD: &str = "%json";
+    lark.match_indices(KEYWORD).filter_map(|(at, _)| {
+        let rest = &lark[at + KEYWORD.len()..];
+        let mut values = serde_json::Deserializer::from_str(rest).into_iter();
+        values.next()?.ok()
     })
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     #[test]
@@ -212,9 +215,10 @@ mod tests {
     #[test]
     fn schemas_inside_lark_are_found() {
         let lark = r#"start: a b // %json comment
-            a: %json {"type": "null"} "x"
+            a: %json {"title": "%json", "type": "null"} "x"
             b: %json {"type":"#;
         let found: Vec<Value> = embedded_schemas(lark).collect();
-        assert_eq!(found, [serde_json::json!({"type": "null"})]);
+        let expected = [json!({"title": "%json", "type": "null"}), json!(", ")];
+        assert_eq!(found, expected);
     }
 }

@@ -65,6 +65,8 @@ fn grammars_that_explode_are_survived() {
         format!("start: {}\"a\"{}\n", "(".repeat(20_000), ")".repeat(20_000)),
         "start: s\ns: s s s | s s | \"a\" |\n".to_owned(),
         "start: start\n".to_owned(),
+        format!("start: /{}/\n", "a?".repeat(11_000)),
+        format!("start: %json[{}\n", "\"%json\",".repeat(7000)),
         "start: (((\"a\" \"b\"){1,99999}){1,99999}){1,99999}\n".to_owned(),
     ] {
         survive(&GrammarSource::Lark(lark));
