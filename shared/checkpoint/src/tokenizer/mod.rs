@@ -2,11 +2,13 @@
 
 mod gguf_vocabulary;
 mod pre_tokenizer;
+mod token_bytes;
 
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
+use token_bytes::TokenSpelling;
 use tokenizers::Tokenizer;
 
 use crate::CheckpointError;
@@ -22,6 +24,7 @@ pub struct TextTokenizer {
     /// Ids that the model can produce; the ones beyond `vocab_size` have no text.
     model_vocab_size: usize,
     fingerprint: String,
+    spelling: TokenSpelling,
 }
 
 impl std::fmt::Debug for TextTokenizer {
@@ -66,6 +69,7 @@ impl TextTokenizer {
         model_vocab_size: Option<usize>,
     ) -> Result<Self, CheckpointError> {
         let failed = |error: tokenizers::Error| CheckpointError::tokenizer(path, error);
+        let spelling = TokenSpelling::of(&json);
         let mut inner = build(json).map_err(|message| CheckpointError::tokenizer(path, message))?;
         // A truncation or padding left in the file by a training run must not change prompts.
         inner.with_truncation(None).map_err(failed)?;
@@ -94,6 +98,7 @@ impl TextTokenizer {
             vocab_size,
             model_vocab_size: model_vocab_size.unwrap_or(vocab_size).max(vocab_size),
             fingerprint: fingerprint(&tokens),
+            spelling,
         })
     }
 
@@ -149,6 +154,16 @@ impl TextTokenizer {
     /// The id of a token by its exact spelling, special tokens included.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
+    }
+
+    /// The bytes that `id` contributes to a text: those of consecutive ids form the text, although a single one may hold
+    /// only a part of a character. A special token is its own spelling. `None` for ids without a text.
+    ///
+    /// A SentencePiece vocabulary keeps the space before a word in the token, and so in these bytes; decoding a whole
+    /// text drops it from the first one.
+    pub fn token_bytes(&self, id: u32) -> Option<Vec<u8>> {
+        let token = self.inner.id_to_token(id)?;
+        Some(self.spelling.bytes(&token))
     }
 
     /// Whether decoding leaves `id` out: a special token when those are skipped, or padding without a text.

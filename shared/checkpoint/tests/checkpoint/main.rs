@@ -14,4 +14,5 @@ mod malformed;
 mod quantisation;
 mod reference_blocks;
 mod stored_matrices;
+mod token_bytes;
 mod tokenizers;
