@@ -3,8 +3,8 @@
 use treespec_rpc::{
     ServiceError,
     convert::{
-        OutputOptions, Speculation, check_tokens, ranking_from_proto, ranking_to_proto,
-        sampling_from_proto, sampling_to_proto,
+        ConstraintCompany, OutputOptions, Speculation, check_tokens, constraint_from_proto,
+        ranking_from_proto, ranking_to_proto, sampling_from_proto, sampling_to_proto,
     },
     proto::{
         coordinator::v1::{self as public, generate_request::Prompt},
@@ -91,6 +91,15 @@ impl Options {
         let vocab_size = limits.model.vocab_size as usize;
         check_tokens("stop_token_ids", &request.stop_token_ids, vocab_size)?;
         let mut rules = sampling_from_proto(request.sampling.as_ref(), vocab_size)?;
+        // Verify compiles it; what is wrong at first sight need not get there.
+        constraint_from_proto(
+            request.constraint.as_ref(),
+            ConstraintCompany {
+                ignore_eos: request.ignore_eos(),
+                min_tokens: request.min_tokens(),
+                sampling: request.sampling.as_ref(),
+            },
+        )?;
         let seed = rules.params.seed.unwrap_or_else(rand::random);
         rules.params.seed = Some(seed);
         Ok(Self {

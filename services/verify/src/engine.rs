@@ -12,6 +12,7 @@ use crate::LoadedTarget;
 use crate::config::TopkPlacement;
 use crate::drafting::{DrafterIdentity, Links};
 use crate::forward::ForwardQueue;
+use crate::grammars::Grammars;
 use crate::kv_reservation::KvAdmission;
 use crate::request::Limits;
 
@@ -38,6 +39,7 @@ pub(crate) struct Engine {
     pub(crate) feature_window: usize,
     /// What was fitted to the drafter for sampled answers.
     pub(crate) coupling: Option<CouplingProfile>,
+    pub(crate) grammars: Arc<Grammars>,
     pub(crate) info: pb::GetModelInfoResponse,
 }
 
@@ -66,6 +68,21 @@ impl Engine {
             None => DraftSource::None,
         };
         let (queue, ended) = ForwardQueue::start(loaded.model)?;
+        let info = pb::GetModelInfoResponse {
+            architecture: spec.architecture.to_owned(),
+            vocab_size: spec.vocab_size as u32,
+            hidden_size: spec.hidden_size as u32,
+            num_layers: spec.num_layers as u32,
+            context_length: spec.context_length as u32,
+            eos_token_ids: loaded.eos_token_ids.clone(),
+            tokenizer_hash: loaded.tokenizer.fingerprint().to_owned(),
+            numerics_profile: spec.numerics_profile,
+            instance_id,
+            max_budget: config.max_budget as u32,
+            block_size,
+            default_budget: config.default_budget() as u32,
+            hosts_drafter,
+        };
         let engine = Self {
             queue,
             kv: KvAdmission::new(spec.num_blocks, config.max_waiting),
@@ -77,21 +94,8 @@ impl Engine {
             topk_placement: config.topk_placement,
             feature_window: config.feature_window,
             coupling: loaded.coupling,
-            info: pb::GetModelInfoResponse {
-                architecture: spec.architecture.to_owned(),
-                vocab_size: spec.vocab_size as u32,
-                hidden_size: spec.hidden_size as u32,
-                num_layers: spec.num_layers as u32,
-                context_length: spec.context_length as u32,
-                eos_token_ids: loaded.eos_token_ids,
-                tokenizer_hash: loaded.tokenizer_hash,
-                numerics_profile: spec.numerics_profile,
-                instance_id,
-                max_budget: config.max_budget as u32,
-                block_size,
-                default_budget: config.default_budget() as u32,
-                hosts_drafter,
-            },
+            grammars: Grammars::new(loaded.tokenizer, spec.vocab_size, loaded.eos_token_ids),
+            info,
         };
         Ok((engine, ended))
     }

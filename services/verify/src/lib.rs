@@ -18,6 +18,7 @@ mod drafting;
 mod engine;
 mod error;
 mod forward;
+mod grammars;
 mod kv_reservation;
 mod loading;
 mod logprobs;

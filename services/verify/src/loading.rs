@@ -29,8 +29,8 @@ pub struct LoadedTarget {
     pub coupling: Option<CouplingProfile>,
     /// The target's own end-of-sequence tokens.
     pub eos_token_ids: Vec<u32>,
-    /// Hash of the target's tokenizer.
-    pub tokenizer_hash: String,
+    /// The target's tokenizer.
+    pub tokenizer: TextTokenizer,
 }
 
 impl LoadedModel {
@@ -126,7 +126,7 @@ pub fn load(config: &Config, announcer: &Announcer) -> Result<LoadedTarget, Erro
         drafter: fingerprint,
         coupling: drafter.and_then(|drafter| drafter.coupling),
         eos_token_ids: target.config.eos_token_ids.clone(),
-        tokenizer_hash: tokenizer.fingerprint().to_owned(),
+        tokenizer,
     })
 }
 

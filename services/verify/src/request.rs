@@ -2,9 +2,11 @@
 
 use std::collections::HashSet;
 
+use treespec_grammar::GrammarSource;
 use treespec_rpc::ServiceError;
 use treespec_rpc::convert::{
-    OutputOptions, Speculation, check_tokens, ranking_from_proto, sampling_from_proto,
+    ConstraintCompany, OutputOptions, Speculation, check_tokens, constraint_from_proto,
+    ranking_from_proto, sampling_from_proto,
 };
 use treespec_rpc::proto::verify::v1 as pb;
 use treespec_sampling::{EarlyBans, Ranking, TokenMask, TokenRules};
@@ -32,6 +34,8 @@ pub(crate) struct GenerationRequest {
     /// How tokens are chosen. Nothing is counted yet.
     pub(crate) rules: TokenRules,
     pub(crate) ranking: Ranking,
+    /// What the answer must follow.
+    pub(crate) constraint: Option<GrammarSource>,
     pub(crate) speculation: Speculation,
     pub(crate) output: OutputOptions,
     pub(crate) drafter: Option<String>,
@@ -47,6 +51,14 @@ impl GenerationRequest {
         message: pb::GenerateRequest,
         limits: &Limits<'_>,
     ) -> Result<Self, ServiceError> {
+        let constraint = constraint_from_proto(
+            message.constraint.as_ref(),
+            ConstraintCompany {
+                ignore_eos: message.ignore_eos(),
+                min_tokens: message.min_tokens(),
+                sampling: message.sampling.as_ref(),
+            },
+        )?;
         let tokens = message.token_ids;
         check_tokens("token_ids", &tokens, limits.vocab_size)?;
         check_tokens("stop_token_ids", &message.stop_token_ids, limits.vocab_size)?;
@@ -98,6 +110,7 @@ impl GenerationRequest {
         check_early_choice(&rules, limits.vocab_size)?;
         Ok(Self {
             rules,
+            constraint,
             ranking: ranking_from_proto(message.speculation.as_ref())?,
             tokens,
             prompt_length,

@@ -6,16 +6,17 @@ use std::time::Instant;
 use tokio::sync::mpsc;
 use tonic::Status;
 use treespec_engine::{CoupledRanking, DraftShape, HeadRequest, HeadRow, build_draft};
+use treespec_grammar::TreeLimits;
 use treespec_rpc::ServiceError;
 use treespec_rpc::convert::{Speculation, step_tree_to_proto};
 use treespec_rpc::proto::verify::v1 as pb;
 use treespec_rpc::proto::verify::v1::generate_response::Event;
 use treespec_tree::TokenTree;
 
-use crate::drafting::{DraftBody, DraftWish, Drafting};
+use crate::drafting::{DraftBody, DraftCost, DraftWish, Drafting};
 use crate::engine::{DraftSource, Engine};
 use crate::error::engine_fault;
-use crate::forward::{DrafterContext, Place, Prefill, Speculate, Verified, Verify};
+use crate::forward::{Draft, DrafterContext, Place, Prefill, Speculate, Verified, Verify};
 use crate::logprobs::{head_request, prompt_logprob, prompt_request, token_logprob};
 use crate::request::GenerationRequest;
 use crate::statistics::Statistics;
@@ -48,12 +49,21 @@ pub(crate) async fn decode(
         _ => Drafts::None,
     };
     let replayed = request.tokens.len() - request.prompt_length;
+    let grammar = match request.constraint.take() {
+        None => None,
+        Some(source) => {
+            let generated = request.tokens[request.prompt_length..].to_vec();
+            let grammars = Arc::clone(&engine.grammars);
+            Some(grammars.compile(source, generated).await?)
+        }
+    };
     let sequence = Sequence {
         engine,
         head: head_request(&request.output),
         choice: TokenChoice::new(
             std::mem::take(&mut request.rules),
             request.ranking,
+            grammar,
             &request.tokens,
             request.prompt_length,
         ),
@@ -171,6 +181,8 @@ impl Sequence<'_> {
         let mut last = None;
         for chunk in tokens.chunks(chunk_size) {
             let start = self.place.committed;
+            let is_last = start + chunk.len() == total;
+            let choices = self.choice.of_prompt(chunk.len(), is_last).await?;
             let output = self
                 .engine
                 .queue
@@ -178,7 +190,7 @@ impl Sequence<'_> {
                     place: self.place.clone(),
                     tokens: chunk.to_vec(),
                     head: self.prefill_heads(&tokens, start, chunk.len()),
-                    choices: self.choice.of_prompt(chunk.len()),
+                    choices,
                     features: matches!(self.drafts, Drafts::Remote(_)),
                     context: match &self.drafts {
                         Drafts::Hosted(context) => Some(Arc::clone(context)),
@@ -234,18 +246,27 @@ impl Sequence<'_> {
     /// Drafts, verifies and commits.
     async fn step(&mut self, root: u32) -> Result<Verified, Stop> {
         if let (Some(shape), Drafts::Hosted(context), 1..) = (self.shape, &self.drafts, self.room())
+            && !self.choice.is_constrained()
         {
             let context = Arc::clone(context);
             return self.speculate(root, shape, context).await;
         }
-        let tree = self.draft(root).await?;
+        let draft = self.draft(root).await?;
+        let limits = TreeLimits {
+            nodes: self.shape.map_or(0, |shape| self.engine.most_nodes(shape)),
+            depth: self.room(),
+        };
+        let (tree, choices) = self.choice.constrain(draft, limits).await?;
         let verify = Verify {
             place: self.place.clone(),
             tree,
             head: self.head,
-            choices: self.choice.of_tree(),
+            choices,
             features: matches!(self.drafts, Drafts::Remote(_)),
-            context: None,
+            context: match &self.drafts {
+                Drafts::Hosted(context) => Some(Arc::clone(context)),
+                Drafts::None | Drafts::Remote(_) => None,
+            },
         };
         Ok(self.engine.queue.verify(verify).await?)
     }
@@ -275,16 +296,66 @@ impl Sequence<'_> {
         Ok(verified)
     }
 
-    /// The tree to verify next: a draft cut to the context length, or the root alone.
+    /// The draft of the next step, cut to the context length, or the root alone.
     async fn draft(&mut self, root: u32) -> Result<TokenTree, Stop> {
         let plain = TokenTree::root_only(root);
-        let room = self.room();
-        let (Some(shape), Drafts::Remote(drafting)) = (self.shape, &mut self.drafts) else {
+        let (Some(shape), 1..) = (self.shape, self.room()) else {
             return Ok(plain);
         };
-        if room == 0 {
+        let drafted = match &self.drafts {
+            Drafts::None => return Ok(plain),
+            Drafts::Remote(_) => self.remote_draft(root, shape).await?,
+            Drafts::Hosted(context) => {
+                let context = Arc::clone(context);
+                self.hosted_draft(root, shape, context).await?
+            }
+        };
+        let Some((mut tree, cost)) = drafted else {
+            self.statistics.add_fallback();
             return Ok(plain);
-        }
+        };
+        self.statistics.add_draft(cost);
+        // A drafter elsewhere is a peer, not a part of this process: a tree beyond what was reserved, or deeper than a
+        // block, is cut.
+        tree.truncate(self.engine.most_nodes(shape));
+        let deepest = self.engine.block_size().saturating_sub(1);
+        tree.truncate_depth(self.room().min(deepest) as u32);
+        Ok(tree)
+    }
+
+    /// A draft of the hosted drafter that is verified in a step of its own.
+    async fn hosted_draft(
+        &self,
+        root: u32,
+        shape: DraftShape,
+        context: Arc<DrafterContext>,
+    ) -> Result<Option<(TokenTree, DraftCost)>, Stop> {
+        let draft = Draft {
+            committed: self.place.committed,
+            root,
+            context,
+            shape,
+            max_depth: self.room(),
+            coupling: self.choice.coupling(),
+        };
+        let drafted = self.engine.queue.draft(draft).await?;
+        Ok(drafted.map(|drafted| {
+            let cost = DraftCost {
+                forward: drafted.forward,
+                head: drafted.head,
+                tree: drafted.build,
+                ..DraftCost::default()
+            };
+            (drafted.tree, cost)
+        }))
+    }
+
+    /// A draft of the drafter that the lease names.
+    async fn remote_draft(
+        &mut self,
+        root: u32,
+        shape: DraftShape,
+    ) -> Result<Option<(TokenTree, DraftCost)>, Stop> {
         let wish = DraftWish {
             root,
             ctx_end: self.place.committed as u32,
@@ -292,40 +363,45 @@ impl Sequence<'_> {
             placement: self.engine.topk_placement,
             coupling: self.choice.coupling(),
         };
+        let Drafts::Remote(drafting) = &mut self.drafts else {
+            return Ok(None);
+        };
         let Some(draft) = drafting.propose(wish).await else {
-            self.statistics.add_fallback();
-            return Ok(plain);
+            return Ok(None);
         };
         let mut cost = draft.cost;
-        let mut tree = match draft.body {
+        let tree = match draft.body {
             DraftBody::Tree(tree) => tree,
-            DraftBody::Hidden(mut hidden) => {
-                let started = Instant::now();
-                let block_size = self.engine.block_size();
-                let row = hidden.len() / block_size.saturating_sub(1).max(1);
-                hidden.truncate(shape.depths(block_size) * row);
-                let profile = self.engine.coupling.as_ref();
-                let ranking = wish
-                    .coupling
-                    .and_then(|coupling| CoupledRanking::new(coupling, profile, wish.ctx_end));
-                let k = match ranking {
-                    None => shape.candidates_per_depth(self.engine.vocab_size),
-                    Some(_) => shape.coupled_candidates_per_depth(self.engine.vocab_size),
-                };
-                let rows = self.engine.queue.head_topk(hidden, k).await?;
-                cost.head += started.elapsed();
-                let started = Instant::now();
-                let tree = build_draft(root, &rows, shape, ranking.as_ref());
-                cost.tree += started.elapsed();
-                tree
-            }
+            DraftBody::Hidden(hidden) => self.build_draft(wish, hidden, &mut cost).await?,
         };
-        self.statistics.add_draft(cost);
-        // The drafter is a peer, not a part of this process: a tree beyond what was reserved, or deeper than a block, is
-        // cut.
-        tree.truncate(self.engine.most_nodes(shape));
-        let deepest = self.engine.block_size().saturating_sub(1);
-        tree.truncate_depth(room.min(deepest) as u32);
+        Ok(Some((tree, cost)))
+    }
+
+    /// The tree from a block's hidden rows, whose top-k pass runs here.
+    async fn build_draft(
+        &self,
+        wish: DraftWish,
+        mut hidden: Vec<f32>,
+        cost: &mut DraftCost,
+    ) -> Result<TokenTree, Stop> {
+        let started = Instant::now();
+        let shape = wish.shape;
+        let block_size = self.engine.block_size();
+        let row = hidden.len() / block_size.saturating_sub(1).max(1);
+        hidden.truncate(shape.depths(block_size) * row);
+        let profile = self.engine.coupling.as_ref();
+        let ranking = wish
+            .coupling
+            .and_then(|coupling| CoupledRanking::new(coupling, profile, wish.ctx_end));
+        let k = match ranking {
+            None => shape.candidates_per_depth(self.engine.vocab_size),
+            Some(_) => shape.coupled_candidates_per_depth(self.engine.vocab_size),
+        };
+        let rows = self.engine.queue.head_topk(hidden, k).await?;
+        cost.head += started.elapsed();
+        let started = Instant::now();
+        let tree = build_draft(wish.root, &rows, shape, ranking.as_ref());
+        cost.tree += started.elapsed();
         Ok(tree)
     }
 
@@ -365,6 +441,7 @@ impl Sequence<'_> {
                 break;
             }
         }
+        self.choice.accept(&tokens[..count])?;
         let logprobs = match self.request.output.top_logprobs {
             None => Vec::new(),
             Some(top) => rows[..count]

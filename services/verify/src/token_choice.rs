@@ -3,7 +3,10 @@
 
 use std::sync::Arc;
 
-use treespec_sampling::{Coupling, EarlyBans, Ranking, TokenCounts, TokenRules};
+use treespec_grammar::{ConstrainedTree, Grammar, GrammarError, TreeLimits};
+use treespec_rpc::ServiceError;
+use treespec_sampling::{Coupling, EarlyBans, Ranking, TokenCounts, TokenMask, TokenRules};
+use treespec_tree::TokenTree;
 
 use crate::forward::Choices;
 
@@ -12,6 +15,8 @@ pub(crate) struct TokenChoice {
     /// Shared with the work in flight.
     rules: Arc<TokenRules>,
     ranking: Ranking,
+    /// What the answer must follow, behind the last decided token. `None` for free answers.
+    grammar: Option<Grammar>,
 }
 
 impl TokenChoice {
@@ -19,6 +24,7 @@ impl TokenChoice {
     pub(crate) fn new(
         mut rules: TokenRules,
         ranking: Ranking,
+        grammar: Option<Grammar>,
         tokens: &[u32],
         prompt_length: usize,
     ) -> Self {
@@ -30,22 +36,94 @@ impl TokenChoice {
         let mut choice = Self {
             rules: Arc::new(rules),
             ranking,
+            grammar,
         };
         choice.pass_early_bans(tokens.len());
         choice
     }
 
-    /// For a chunk of `rows` rows of the tokens that were counted at the start.
-    pub(crate) fn of_prompt(&self, rows: usize) -> Choices {
-        Choices {
+    /// True when the answer must follow a grammar: then trees go through [`Self::constrain`].
+    pub(crate) fn is_constrained(&self) -> bool {
+        self.grammar.is_some()
+    }
+
+    /// For a chunk of `rows` rows of the tokens that were counted at the start, the last of which chooses if any.
+    ///
+    /// # Errors
+    /// As [`Self::constrain`].
+    pub(crate) async fn of_prompt(
+        &mut self,
+        rows: usize,
+        chooses: bool,
+    ) -> Result<Choices, ServiceError> {
+        let mut grammar = Vec::new();
+        if chooses && self.grammar.is_some() {
+            grammar.resize(rows.saturating_sub(1), TokenMask::default());
+            grammar.push(self.with_grammar(|grammar| grammar.mask()).await?);
+        }
+        Ok(Choices {
+            grammar,
             counted_rows: rows,
             ..Choices::of(Arc::clone(&self.rules))
-        }
+        })
     }
 
     /// For a tree that nothing constrains.
     pub(crate) fn of_tree(&self) -> Choices {
         Choices::of(Arc::clone(&self.rules))
+    }
+
+    /// The legal part of a draft, grown by what the grammar forces, with the choices of its nodes. The draft's root is the
+    /// last accepted token.
+    ///
+    /// # Errors
+    /// INVALID_ARGUMENT when the grammar cannot be followed with this vocabulary, or not with the effort that a request may
+    /// cause.
+    pub(crate) async fn constrain(
+        &mut self,
+        draft: TokenTree,
+        limits: TreeLimits,
+    ) -> Result<(TokenTree, Choices), ServiceError> {
+        if self.grammar.is_none() {
+            return Ok((draft, self.of_tree()));
+        }
+        let constrain = move |grammar: &mut Grammar| grammar.constrain(&draft, limits);
+        let ConstrainedTree { tree, masks } = self.with_grammar(constrain).await?;
+        let choices = Choices {
+            grammar: masks,
+            ..self.of_tree()
+        };
+        Ok((tree, choices))
+    }
+
+    /// Follows tokens that were decided.
+    ///
+    /// # Errors
+    /// As [`Self::constrain`]; INTERNAL for a token that does not follow the grammar.
+    pub(crate) fn accept(&mut self, tokens: &[u32]) -> Result<(), ServiceError> {
+        let Some(grammar) = &mut self.grammar else {
+            return Ok(());
+        };
+        let mut tokens = tokens.iter();
+        tokens.try_for_each(|&token| grammar.accept(token).map_err(|error| failed(&error)))
+    }
+
+    /// Masks take their time: other sequences must not wait for them.
+    async fn with_grammar<T: Send + 'static>(
+        &mut self,
+        work: impl FnOnce(&mut Grammar) -> Result<T, GrammarError> + Send + 'static,
+    ) -> Result<T, ServiceError> {
+        let lost = || ServiceError::internal("the grammar of the sequence is lost");
+        let mut grammar = self.grammar.take().ok_or_else(lost)?;
+        let work = move || {
+            let done = work(&mut grammar);
+            (grammar, done)
+        };
+        let (grammar, done) = tokio::task::spawn_blocking(work)
+            .await
+            .map_err(|_| lost())?;
+        self.grammar = Some(grammar);
+        done.map_err(|error| failed(&error))
     }
 
     /// The rules alone.
@@ -79,5 +157,14 @@ impl TokenChoice {
         if !early.tokens.is_empty() && committed as u64 + 1 > u64::from(early.until) {
             Arc::make_mut(&mut self.rules).early = EarlyBans::none();
         }
+    }
+}
+
+fn failed(error: &GrammarError) -> ServiceError {
+    match error {
+        GrammarError::DeadEnd | GrammarError::Failed { .. } => {
+            ServiceError::invalid("constraint", error.to_string())
+        }
+        error => ServiceError::internal(error.to_string()),
     }
 }

@@ -1,5 +1,6 @@
 //! Every mapping between messages and domain types. Reading a message validates it; errors name the field.
 
+mod constraint;
 mod coupling;
 mod failure;
 mod features;
@@ -9,6 +10,7 @@ mod speculation;
 mod step_tree;
 mod tree;
 
+pub use constraint::{ConstraintCompany, constraint_error, constraint_from_proto};
 pub use coupling::{coupling_from_proto, coupling_to_proto};
 pub use failure::{failure_from_proto, failure_to_proto};
 pub use features::{
