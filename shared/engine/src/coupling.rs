@@ -35,7 +35,13 @@ impl<'a> CoupledRanking<'a> {
     ) -> Option<Self> {
         let fit = match (coupling.ranking, profile) {
             (Ranking::Full, _) => None,
-            (Ranking::Fitted, Some(profile)) => Some((profile, profile.fit(coupling.temperature))),
+            (Ranking::Fitted, Some(profile)) => {
+                let fit = profile.fit(coupling.temperature);
+                if fit.tau.is_empty() {
+                    return None;
+                }
+                Some((profile, fit))
+            }
             (Ranking::Plain, _) | (Ranking::Fitted, None) => return None,
         };
         (coupling.temperature > 0.0).then_some(Self {
@@ -49,72 +55,71 @@ impl<'a> CoupledRanking<'a> {
 impl CoupledRanking<'_> {
     /// Candidates for the token `depth + 1` positions behind the root, best first. `row` has its normaliser.
     pub fn candidates(&self, row: &HeadRow, depth: usize) -> Vec<Candidate> {
-        let scored = self.scored(row, depth);
-        let Some((profile, fit)) = self.fit else {
-            return normalised(&scored);
+        let position = self.root_position.saturating_add(depth as u32 + 1);
+        let tau = match self.fit {
+            None => 1.0,
+            Some((_, fit)) => fit.tau.get(depth).copied().unwrap_or(0.0),
         };
-        let Some(acceptance) = fit.acceptance.get(depth) else {
-            return normalised(&scored);
+        let tau = tau * self.coupling.temperature;
+        let ranked = rank_candidates(row, tau, self.coupling.seed, position);
+        let acceptance = self.fit.and_then(|(profile, fit)| {
+            let acceptance = fit.acceptance.get(depth)?;
+            Some((profile, acceptance))
+        });
+        let log_prob = |rank: usize, gap: f32| match acceptance {
+            None => -gap,
+            Some((profile, ranks)) => {
+                let gaps = &ranks[rank.min(ranks.len() - 1)];
+                gaps[profile.gap(gap)].max(LEAST_PROBABILITY).ln()
+            }
         };
-        let second = scored
-            .get(1)
-            .map_or(f32::INFINITY, |second| scored[0].1 - second.1);
-        let mut candidates: Vec<Candidate> = scored
+        let mut candidates: Vec<Candidate> = ranked
             .iter()
             .enumerate()
-            .map(|(rank, &(token, score))| {
-                let gap = if rank == 0 {
-                    second
-                } else {
-                    scored[0].1 - score
-                };
-                let gaps = &acceptance[rank.min(acceptance.len() - 1)];
-                Candidate {
-                    token,
-                    log_prob: gaps[profile.gap(gap)].max(LEAST_PROBABILITY).ln(),
-                }
+            .map(|(rank, ranked)| Candidate {
+                token: ranked.token,
+                log_prob: log_prob(rank, ranked.gap),
             })
             .collect();
         // Stable: equally probable candidates stay in the order of their scores.
         candidates.sort_by(|a, b| b.log_prob.total_cmp(&a.log_prob));
         candidates
     }
-
-    /// Token and score, best first, ties to the lower id.
-    fn scored(&self, row: &HeadRow, depth: usize) -> Vec<(u32, f32)> {
-        let position = self.root_position.saturating_add(depth as u32 + 1);
-        let tau = match self.fit {
-            None => self.coupling.temperature,
-            Some((_, fit)) => {
-                fit.tau.get(depth).copied().unwrap_or(0.0) * self.coupling.temperature
-            }
-        };
-        let mut scored: Vec<(u32, f32)> = row
-            .top
-            .iter()
-            .map(|candidate| {
-                let log_q = candidate.score - row.log_normaliser;
-                let score = match tau > 0.0 {
-                    true => log_q / tau + gumbel(self.coupling.seed, position, candidate.token),
-                    false => log_q,
-                };
-                (candidate.token, score)
-            })
-            .collect();
-        scored.sort_unstable_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-        scored
-    }
 }
 
-/// Scores as log-probabilities among themselves.
-fn normalised(scored: &[(u32, f32)]) -> Vec<Candidate> {
+/// A candidate in the order of scores.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RankedCandidate {
+    /// Token id.
+    pub token: u32,
+    /// How far its score is below `ln(sum(exp(score)))` over all candidates, in nats: near 0 for one that stands alone.
+    pub gap: f32,
+}
+
+/// Candidates of a row by the score `log q / tau + G` for the token at an absolute position, by `log q` with a tau of 0;
+/// best first, ties to the lower id. `row` has its normaliser.
+pub fn rank_candidates(row: &HeadRow, tau: f32, seed: u64, position: u32) -> Vec<RankedCandidate> {
+    let mut scored: Vec<(u32, f32)> = row
+        .top
+        .iter()
+        .map(|candidate| {
+            let log_q = candidate.score - row.log_normaliser;
+            let score = match tau > 0.0 {
+                true => log_q / tau + gumbel(seed, position, candidate.token),
+                false => log_q,
+            };
+            (candidate.token, score)
+        })
+        .collect();
+    scored.sort_unstable_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
     let best = scored.first().map_or(0.0, |first| first.1);
     let mass: f32 = scored.iter().map(|(_, score)| (score - best).exp()).sum();
+    let top = best + mass.ln();
     scored
-        .iter()
-        .map(|&(token, score)| Candidate {
+        .into_iter()
+        .map(|(token, score)| RankedCandidate {
             token,
-            log_prob: score - best - mass.ln(),
+            gap: top - score,
         })
         .collect()
 }
@@ -148,9 +153,9 @@ mod tests {
     }
 
     fn profile(tau: f32) -> CouplingProfile {
-        let ranks = vec![vec![0.2, 0.9], vec![0.5, 0.1], vec![0.05, 0.01]];
+        let ranks = vec![vec![0.2, 0.1], vec![0.5, 0.4], vec![0.05, 0.01]];
         CouplingProfile {
-            gaps: vec![0.3],
+            gaps: vec![20.0],
             fits: vec![TemperatureFit {
                 temperature: 0.7,
                 tau: vec![tau; 2],
@@ -181,10 +186,11 @@ mod tests {
         let profile = profile(0.0);
         let ranking = CoupledRanking::new(coupling(Ranking::Fitted), Some(&profile), 10).unwrap();
         let candidates = ranking.candidates(&row(), 1);
-        // The second is but 0.1 behind: it is the likelier one.
+        // By the table the second is the likelier one.
         assert_eq!(candidates[0].token, 1);
         assert_eq!(candidates[1].token, 0);
         assert!((candidates[0].log_prob.exp() - 0.5).abs() < 1e-6);
+        assert!((candidates[1].log_prob.exp() - 0.2).abs() < 1e-6);
         let order: Vec<u32> = candidates[2..].iter().map(|c| c.token).collect();
         assert_eq!(order, (2..40).collect::<Vec<u32>>());
         assert!(

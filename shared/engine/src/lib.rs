@@ -27,7 +27,7 @@ pub mod verification;
 
 pub use backend::{Backend, ForwardOutput, LoadProgress, TargetSpec};
 pub use batch::{HeadRequest, RowBatch, RowChoices, RowShape, SequenceRows};
-pub use coupling::CoupledRanking;
+pub use coupling::{CoupledRanking, RankedCandidate, rank_candidates};
 pub use cpu::{
     CpuDrafter, CpuLimits, CpuOptions, CpuTarget, DrafterOptions, Isa, PackedWeights, Precision,
     TargetOptions, TargetWeights, UnknownIsa, UnknownPrecision,

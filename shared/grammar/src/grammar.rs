@@ -26,7 +26,7 @@ impl Grammar {
     }
 
     /// The tokens that may come next. Where the answer may end, all end-of-sequence ids are in it, and where it must or
-    /// has, nothing else is.
+    /// has, nothing else is. Where the text is forced, only the longest token of it is.
     ///
     /// # Errors
     /// [`GrammarError::DeadEnd`] when nothing can follow, [`GrammarError::Failed`] when the grammar takes too much time
@@ -38,7 +38,8 @@ impl Grammar {
         self.position.mask()
     }
 
-    /// The next token has been decided. An end-of-sequence id ends the answer.
+    /// The next token has been decided. An end-of-sequence id ends the answer. A piece of forced text is taken although no
+    /// mask has it.
     ///
     /// # Errors
     /// [`GrammarError::Refused`] and [`GrammarError::Finished`] for a token that may not come next; the state is as it

@@ -52,7 +52,8 @@ impl Position {
         self.vocabulary.likely(mask)
     }
 
-    /// What may follow; never empty.
+    /// What may follow; never empty. Where the text is forced it is only the longest token of it: the others would spell the
+    /// same in pieces that the model was not trained on, and cost a step each.
     pub(crate) fn mask(&mut self) -> Result<TokenMask, GrammarError> {
         let set = self
             .matcher
@@ -62,8 +63,20 @@ impl Position {
         let mask = self.vocabulary.mask(&set, may_end);
         match mask.words().iter().all(|&word| word == 0) {
             true => Err(GrammarError::DeadEnd),
-            false => Ok(mask),
+            false => Ok(self.forced(&mask).unwrap_or(mask)),
         }
+    }
+
+    /// The mask of the one token that spells what must come, unless some legal token goes on beyond it: the choice of
+    /// that one is a choice of what follows.
+    fn forced(&self, mask: &TokenMask) -> Option<TokenMask> {
+        let longest = self.vocabulary.likely(mask)?;
+        // Forcing changes the matcher.
+        let mut ahead = self.matcher.clone();
+        let forced = library::guarded(|| ahead.compute_ff_bytes()).ok()?;
+        forced
+            .starts_with(self.vocabulary.bytes(longest))
+            .then(|| self.vocabulary.only(longest))
     }
 
     /// Whether the answer may end here.

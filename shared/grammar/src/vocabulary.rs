@@ -71,6 +71,16 @@ impl Vocabulary {
         self.texts.contains(token)
     }
 
+    /// The bytes of a token that has a text.
+    pub(crate) fn bytes(&self, token: u32) -> &[u8] {
+        self.env.tok_trie().token(token)
+    }
+
+    /// The set of one token.
+    pub(crate) fn only(&self, token: u32) -> TokenMask {
+        TokenMask::from_tokens(self.texts.words().len() * 32, [token])
+    }
+
     /// The tokens that end an answer.
     pub(crate) fn ends(&self) -> &TokenMask {
         &self.ends

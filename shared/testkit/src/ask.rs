@@ -112,6 +112,21 @@ impl Ask {
         self
     }
 
+    /// Temperature and seed of the draw.
+    pub fn sampled(self, temperature: f32, seed: u64) -> Self {
+        self.edit(|request| {
+            let sampling = request.sampling.get_or_insert_default();
+            sampling.temperature = Some(temperature);
+            sampling.seed = Some(seed);
+        })
+    }
+
+    /// Anything else.
+    pub fn edit(mut self, edit: impl FnOnce(&mut GenerateRequest)) -> Self {
+        edit(&mut self.0);
+        self
+    }
+
     fn output(&mut self) -> &mut OutputOptions {
         self.0.output.get_or_insert_default()
     }

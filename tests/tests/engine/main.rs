@@ -2,6 +2,7 @@
 //! invariance by bits.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+mod distribution;
 mod drafter_reference;
 mod harness;
 mod row_invariance;

@@ -120,7 +120,7 @@ fn a_single_legal_token_is_a_free_node_up_to_the_end() {
 }
 
 #[test]
-fn a_forced_text_that_can_be_cut_in_two_ways_is_likely_in_its_longest_token() {
+fn a_forced_text_that_can_be_cut_in_two_ways_comes_in_its_longest_tokens() {
     let model = pieces(&["a", "ab", "b", "c", "<0x61>"]);
     let grammar = model.compile(&GrammarSource::Regex("abc".to_owned()));
     let constrained = grammar.constrain(&TokenTree::root_only(2), LIMITS).unwrap();
@@ -128,11 +128,21 @@ fn a_forced_text_that_can_be_cut_in_two_ways_is_likely_in_its_longest_token() {
         constrained.tree.tokens()[1..3],
         [model.id("ab"), model.id("c")]
     );
+    assert_eq!(constrained.tree.log_probs()[..3], [0.0; 3]);
+    assert_eq!(legal(&constrained.masks[0]), [model.id("ab")]);
+}
+
+/// "ç" is no token, so that all legal ones are beginnings of "ab", but the text need not go on like that.
+#[test]
+fn a_token_that_others_begin_is_only_likely_where_the_text_is_open() {
+    let model = pieces(&["a", "ab", "b", "<0xC3>", "<0xA7>"]);
+    let mut grammar = model.compile(&GrammarSource::Regex("a(b|ç)".to_owned()));
+    let mut both = [model.id("a"), model.id("ab")];
+    both.sort_unstable();
+    assert_eq!(legal(&grammar.mask().unwrap()), both);
+    let constrained = grammar.constrain(&TokenTree::root_only(2), LIMITS).unwrap();
+    assert_eq!(constrained.tree.tokens()[1], model.id("ab"));
     assert!(constrained.tree.log_probs()[1] < 0.0);
-    assert_eq!(
-        constrained.tree.log_probs()[1],
-        constrained.tree.log_probs()[2]
-    );
 }
 
 #[test]

@@ -1,19 +1,22 @@
 //! Fitting a profile to recorded answers: how much noise the ranking of each depth takes, and how far ranks can be trusted.
 
 use treespec_checkpoint::{CouplingProfile, TemperatureFit};
-use treespec_engine::HeadRow;
-use treespec_sampling::gumbel;
+use treespec_engine::{DraftShape, HeadRow, RankedCandidate, rank_candidates};
+use treespec_sampling::{Coupling, Ranking};
 
-use super::traces::Trace;
+use super::{simulation::simulate, traces::Trace};
 
 /// Ratios of the ranking's temperature to the answer's that are tried.
 const RATIOS: [f32; 14] = [
     0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.6,
 ];
-/// Borders of the gaps, in the units of the scores.
-const GAPS: [f32; 9] = [0.125, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.5, 7.0];
+/// Borders of the gaps, in nats.
+const GAPS: [f32; 19] = [
+    0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.5, 1.8, 2.2, 2.7, 3.3, 4.0, 5.0, 6.5,
+    9.0,
+];
 /// Ranks with probabilities of their own; the last stands for all behind it.
-const RANKS: usize = 14;
+const RANKS: usize = 10;
 /// A token this far down at every depth may still be in a tree.
 const REACHABLE_RANK: usize = 8;
 /// Places of the ranking that count for a tree, and what a hit within them is worth.
@@ -28,9 +31,22 @@ const LEAST_GAIN: f64 = 0.002;
 /// A place of an answer: a block's candidates of one depth, and the token that came.
 struct Observation<'a> {
     row: &'a HeadRow,
-    noise: Vec<f32>,
+    seed: u64,
+    /// Absolute position of the token.
+    position: u32,
     token: u32,
 }
+
+/// Shares of the fitted ratios that are tried: what is best for single depths need not be best for whole trees.
+const SCALES: [f32; 4] = [1.0, 0.7, 0.4, 0.0];
+/// Drafts that a fit is judged by.
+const SHAPES: [DraftShape; 5] = [
+    DraftShape::Chain,
+    DraftShape::Tree { budget: 4 },
+    DraftShape::Tree { budget: 8 },
+    DraftShape::Tree { budget: 16 },
+    DraftShape::Tree { budget: 32 },
+];
 
 /// The profile of answers that were drawn at each of the temperatures, ascending.
 pub(crate) fn fit(answers: &[(f32, Vec<Trace>)]) -> CouplingProfile {
@@ -38,12 +54,43 @@ pub(crate) fn fit(answers: &[(f32, Vec<Trace>)]) -> CouplingProfile {
         gaps: GAPS.to_vec(),
         fits: answers
             .iter()
-            .map(|(temperature, traces)| fit_temperature(*temperature, traces))
+            .map(|(temperature, traces)| best_fit(*temperature, traces))
             .collect(),
     }
 }
 
-fn fit_temperature(temperature: f32, traces: &[Trace]) -> TemperatureFit {
+/// The fit with the most tokens per step over all shapes. Without depths, which ranks by q alone, when none is better.
+fn best_fit(temperature: f32, traces: &[Trace]) -> TemperatureFit {
+    let worth = |fit: &TemperatureFit| -> f64 {
+        let profile = CouplingProfile {
+            gaps: GAPS.to_vec(),
+            fits: vec![fit.clone()],
+        };
+        let coupling = Coupling {
+            seed: 0,
+            temperature,
+            ranking: Ranking::Fitted,
+        };
+        let steps = |shape| simulate(traces, shape, coupling, Some(&profile)).tokens_per_step();
+        SHAPES.into_iter().map(steps).sum()
+    };
+    let plain = TemperatureFit {
+        temperature,
+        tau: Vec::new(),
+        acceptance: Vec::new(),
+    };
+    let mut best = (worth(&plain), plain);
+    for scale in SCALES {
+        let fit = fit_temperature(temperature, scale, traces);
+        let worth = worth(&fit);
+        if worth > best.0 {
+            best = (worth, fit);
+        }
+    }
+    best.1
+}
+
+fn fit_temperature(temperature: f32, scale: f32, traces: &[Trace]) -> TemperatureFit {
     let blocks = traces.iter().flat_map(|trace| &trace.blocks);
     let depths = blocks.map(Vec::len).max().unwrap_or(0);
     // Places whose ancestors could all be in a tree, as (answer, root).
@@ -52,6 +99,7 @@ fn fit_temperature(temperature: f32, traces: &[Trace]) -> TemperatureFit {
         .enumerate()
         .flat_map(|(answer, trace)| (0..trace.blocks.len()).map(move |root| (answer, root)))
         .collect();
+    let mut ratio = 0.0;
     let mut tau = Vec::with_capacity(depths);
     let mut counts = Vec::with_capacity(depths);
     for depth in 0..depths {
@@ -60,20 +108,17 @@ fn fit_temperature(temperature: f32, traces: &[Trace]) -> TemperatureFit {
             .iter()
             .map(|&(answer, root)| observe(&traces[answer], root, depth))
             .collect();
-        let before = tau.last().copied().unwrap_or(0.0);
-        let ratio = match observations.len() {
-            0..LEAST_OBSERVATIONS => before,
-            _ => best_ratio(&observations, temperature),
-        };
-        tau.push(ratio);
-        let scored = observations
-            .iter()
-            .map(|observation| observation.scored(ratio * temperature));
+        if observations.len() >= LEAST_OBSERVATIONS {
+            ratio = best_ratio(&observations, temperature);
+        }
+        let tau_here = ratio * scale;
+        tau.push(tau_here);
         let mut cells = Counts::default();
         let mut keep = Vec::with_capacity(reachable.len());
-        for (scored, observation) in scored.zip(&observations) {
-            cells.add(&scored, observation.token);
-            let rank = scored.iter().position(|one| one.0 == observation.token);
+        for observation in &observations {
+            let ranked = observation.ranked(tau_here * temperature);
+            cells.add(&ranked, observation.token);
+            let rank = observation.rank(&ranked);
             keep.push(rank.is_some_and(|rank| rank < REACHABLE_RANK));
         }
         counts.push(cells);
@@ -88,36 +133,22 @@ fn fit_temperature(temperature: f32, traces: &[Trace]) -> TemperatureFit {
 }
 
 fn observe(trace: &Trace, root: usize, depth: usize) -> Observation<'_> {
-    let row = &trace.blocks[root][depth];
-    let position = (trace.start + root + depth + 1) as u32;
     Observation {
-        noise: row
-            .top
-            .iter()
-            .map(|candidate| gumbel(trace.seed, position, candidate.token))
-            .collect(),
-        row,
+        row: &trace.blocks[root][depth],
+        seed: trace.seed,
+        position: (trace.start + root + depth + 1) as u32,
         token: trace.tokens[root + depth + 1],
     }
 }
 
 impl Observation<'_> {
-    /// Candidates with their scores, best first, ties to the lower id, as the ranking does it.
-    fn scored(&self, tau: f32) -> Vec<(u32, f32)> {
-        let candidates = self.row.top.iter().zip(&self.noise);
-        let mut scored: Vec<(u32, f32)> = candidates
-            .map(|(candidate, noise)| {
-                let log_q = candidate.score - self.row.log_normaliser;
-                let score = if tau > 0.0 {
-                    log_q / tau + noise
-                } else {
-                    log_q
-                };
-                (candidate.token, score)
-            })
-            .collect();
-        scored.sort_unstable_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-        scored
+    fn ranked(&self, tau: f32) -> Vec<RankedCandidate> {
+        rank_candidates(self.row, tau, self.seed, self.position)
+    }
+
+    /// The place of the token that came.
+    fn rank(&self, ranked: &[RankedCandidate]) -> Option<usize> {
+        ranked.iter().position(|one| one.token == self.token)
     }
 }
 
@@ -128,8 +159,7 @@ fn best_ratio(observations: &[Observation<'_>], temperature: f32) -> f32 {
         let worth: f64 = observations
             .iter()
             .map(|observation| {
-                let scored = observation.scored(ratio * temperature);
-                let rank = scored.iter().position(|one| one.0 == observation.token);
+                let rank = observation.rank(&observation.ranked(ratio * temperature));
                 let hits = HITS
                     .iter()
                     .filter(|(places, _)| rank.is_some_and(|rank| rank < *places));
@@ -154,20 +184,12 @@ impl Default for Counts {
 }
 
 impl Counts {
-    fn add(&mut self, scored: &[(u32, f32)], token: u32) {
-        let second = scored
-            .get(1)
-            .map_or(f32::INFINITY, |second| scored[0].1 - second.1);
-        for (rank, &(candidate, score)) in scored.iter().enumerate() {
-            let gap = if rank == 0 {
-                second
-            } else {
-                scored[0].1 - score
-            };
-            let gap = GAPS.partition_point(|&border| border <= gap);
+    fn add(&mut self, ranked: &[RankedCandidate], token: u32) {
+        for (rank, candidate) in ranked.iter().enumerate() {
+            let gap = GAPS.partition_point(|&border| border <= candidate.gap);
             let cell = &mut self.0[rank.min(RANKS - 1)][gap];
             cell.0 += 1.0;
-            cell.1 += f64::from(u8::from(candidate == token));
+            cell.1 += f64::from(u8::from(candidate.token == token));
         }
     }
 }
@@ -206,6 +228,7 @@ fn probabilities(depths: &[Counts]) -> Vec<Vec<Vec<f32>>> {
 #[cfg(test)]
 mod tests {
     use treespec_engine::ScoredToken;
+    use treespec_sampling::gumbel;
 
     use super::*;
 
@@ -268,6 +291,6 @@ mod tests {
     #[test]
     fn without_answers_there_is_nothing_to_say() {
         let profile = fit(&[(1.0, Vec::new())]);
-        assert!(profile.fits[0].tau.is_empty());
+        assert!(profile.fits[0].tau.is_empty() && profile.fits[0].acceptance.is_empty());
     }
 }
