@@ -98,8 +98,8 @@ pub struct SequenceRows<'a> {
     pub shape: RowShape<'a>,
     /// One entry per row; `None` skips the head for that row.
     pub head: &'a [Option<HeadRequest>],
-    /// How the rows that ask for the head choose the token behind them, see [`crate::HeadRow::chosen`]; `None`, and rules
-    /// that take the best, choose nothing.
+    /// How the rows that ask for a token of the head choose the one behind them, see [`crate::HeadRow::chosen`]; `None`, and
+    /// rules that take the best, choose nothing.
     pub sampling: Option<RowChoices<'a>>,
     /// Whether to return the drafter's context features of every row.
     pub features: bool,
