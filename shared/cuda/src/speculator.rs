@@ -6,8 +6,8 @@ use std::time::Instant;
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
 use treespec_engine::{
     Backend, BlockTable, DraftShape, Drafter, DrafterOptions, EngineError, ForwardOutput,
-    HeadRequest, HeadRow, LoadProgress, PrefillMode, RowBatch, Speculated, SpeculativeStep,
-    Speculator, StepBatch, StepOutput, TargetSpec, VerifiedTree,
+    HeadRequest, HeadRow, LoadProgress, PrefillMode, RowBatch, RowChoices, Speculated,
+    SpeculativeStep, Speculator, StepBatch, StepOutput, TargetSpec, VerifiedTree,
 };
 use treespec_tree::Acceptance;
 
@@ -18,8 +18,8 @@ use crate::drafter::{CudaDrafter, DraftKey, read_draft};
 use crate::graph_cache::GraphCache;
 use crate::step_rows::StepRows;
 use crate::target::{
-    AcceptedBuffers, AcceptedHeads, CudaTarget, MOST_SEQUENCES, MOST_STEP_ROWS, wait_for_outcomes,
-    walked,
+    AcceptedBuffers, AcceptedHeads, AskedPath, CudaTarget, MOST_SEQUENCES, MOST_STEP_ROWS,
+    wait_for_outcomes, walked,
 };
 use crate::{Device, Graph};
 use stage_times::StageTimes;
@@ -102,10 +102,8 @@ impl CudaSpeculator {
         let spec = self.drafter.spec();
         let most = DraftKey::of(steps[0].shape, 1, spec, 0).rows;
         let key = DraftKey::of(steps[0].shape, steps.len(), spec, longest + most);
-        let sampled = self
-            .target
-            .core
-            .prepare_sampling(steps.iter().map(|step| step.sampling))?;
+        let choices = steps.iter().map(|step| step.sampling.map(RowChoices::from));
+        let sampled = self.target.core.prepare_sampling(choices, key.rows)?;
         self.graph(key, sampled)?;
         self.fill_inputs(key, steps)?;
         let outcome = self.run_graph(key, sampled, steps, started);
@@ -159,7 +157,7 @@ impl CudaSpeculator {
             speculated.push(Speculated {
                 tree,
                 verified: VerifiedTree {
-                    head: heads.of(sequence, &walked, steps[sequence].is_sampled()),
+                    head: heads.of(sequence, &walked, AskedPath::from(&steps[sequence]))?,
                     features: Vec::new(),
                     acceptance: Acceptance {
                         path: walked.path,

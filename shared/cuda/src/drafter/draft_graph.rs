@@ -187,6 +187,7 @@ mod tests {
             },
             shape,
             max_depth: 9,
+            coupling: None,
         };
         let tree = DraftShape::Tree { budget: 8 };
         let requests: Vec<DraftRequest> = [tree, tree, tree, DraftShape::Chain, tree]

@@ -25,11 +25,13 @@ struct __align__(16) Sampling {
     u32 bias_count;
     u32 seen_count;
     u32 flags;
-    u32 path_start;  // entries of a row's path that the list of seen tokens has already
-    u32 unused[3];
+    u32 path_start;   // entries of a row's path that the list of seen tokens has already
+    u32 early_until;  // positions below it take the early mask
+    u32 unused[2];
 };
 #define HAS_ALLOWED 1u
 #define HAS_PENALTIES 2u
+#define HAS_EARLY 4u
 
 struct Shared {
     // Mass by range of distance: counts, and three times 15 bits of the masses. Two, used in turn.
@@ -178,7 +180,7 @@ struct EditLists {
     const float* bias_values;
     const u32* seen_tokens;
     const u32* seen_counts;
-    const u32* allowed;  // words of the sequence's mask
+    const u32* allowed;  // words of the mask for the row's position, or null
 };
 
 __device__ __forceinline__ float penalised(float logit, u32 generated, const Sampling& sampling) {
@@ -193,7 +195,7 @@ __device__ void process_chunk(const Chunk& chunk, float* out, const Sampling& sa
     u32 thread = threadIdx.x;
     for (u32 base = chunk.begin + thread * 4; base < chunk.end; base += STEP) {
         float4 quad = load_quad(chunk, base);
-        if (sampling.flags & HAS_ALLOWED) {
+        if (lists.allowed != 0) {
             // A quad lies within one word.
             u32 bits = lists.allowed[base >> 5] >> (base & 31);
             if (!(bits & 1)) quad.x = NEG_INF;
@@ -416,17 +418,18 @@ __device__ __forceinline__ void store_choice(u64 key, u32 row, const float* logi
 //
 // May be null: group_max f32 [rows][group_stride], the largest logit of each 64, NaN left out; row_of u32 [rows], which row of the
 // batch a row of logits is (the arrays from positions to path_len are indexed by it); seq_of_row (then row = sequence);
-// path (then rows have no path); grammar_rows u32 [rows], nonzero where a row has a mask in grammar u32 [rows][words];
-// choice_logits f32 [rows].
+// path (then the path of a row are the rows of its sequence up to it); first_row (then rows have no path); grammar_rows
+// u32 [rows], nonzero where a row has a mask in grammar u32 [rows][words]; choice_logits f32 [rows].
 //
 // path u16 [batch][64] and path_len as in the tree mode of attention, the first row of a sequence in first_row. Rows of a
-// sequence from `sequences` on get NONE. scratch f32 [rows][ld] is written for rows with bias, bans or penalties only.
+// sequence from `sequences` on get NONE. allowed and early u32 [sequences][words] are what the flags of a sequence name; early
+// holds for positions below its early_until. scratch f32 [rows][ld] is written for rows with bias, bans or penalties only.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     sample_rows(const float* logits, u32 ld, u32 vocabulary, const float* group_max, u32 group_stride, const u32* row_of,
                 const u32* positions, const u32* seq_of_row, const u32* tokens, const u16* path, const u32* path_len,
                 const u32* first_row, u32 batch, u32 sequences, const Sampling* samplings, const u32* bias_tokens, const float* bias_values,
-                u32 bias_stride, const u32* seen_tokens, const u32* seen_counts, u32 seen_stride, const u32* allowed, u32 words,
-                const u32* grammar_rows, const u32* grammar, float* scratch, u32* choices, float* choice_logits) {
+                u32 bias_stride, const u32* seen_tokens, const u32* seen_counts, u32 seen_stride, const u32* allowed, const u32* early,
+                u32 words, const u32* grammar_rows, const u32* grammar, float* scratch, u32* choices, float* choice_logits) {
     __shared__ Shared shared;
     pdl_launch();
     pdl_wait();
@@ -444,7 +447,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     // Here, because these loads and those of the parameters can then be under way together.
     u64 group = group_max != 0 ? best_group(group_max + (u64)row * group_stride, (vocabulary + GROUP - 1) / GROUP, shared) : 0;
     const u32* mask = grammar_rows != 0 && grammar_rows[row] != 0 ? grammar + (u64)row * words : 0;
-    bool edited = sampling.bias_count != 0 || sampling.flags != 0;
+    u32 position = positions[batch_row] + 1;
+    const u32* allowed_words = 0;
+    if ((sampling.flags & HAS_EARLY) && position < sampling.early_until)
+        allowed_words = early + (u64)sequence * words;
+    else if (sampling.flags & HAS_ALLOWED)
+        allowed_words = allowed + (u64)sequence * words;
+    bool edited = sampling.bias_count != 0 || allowed_words != 0 || (sampling.flags & HAS_PENALTIES) != 0;
     const float* row_groups = group_max != 0 && !edited ? group_max + (u64)row * group_stride : 0;
     bool greedy = sampling.temperature == 0.0f;
 
@@ -462,12 +471,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     Chunk chunk = {row_logits, min(rank * span, vocabulary), min((rank + 1) * span, vocabulary), vocabulary};
     if (edited) {
         u32 path_count = 0;
-        if (path != 0 && (sampling.flags & HAS_PENALTIES)) {
-            u32 length = min(path_len[batch_row], (u32)MAX_PATH);
+        if (first_row != 0 && (sampling.flags & HAS_PENALTIES)) {
+            u32 first = first_row[sequence];
+            u32 length = min(path != 0 ? path_len[batch_row] : batch_row - first + 1, (u32)MAX_PATH);
             path_count = length > sampling.path_start ? length - sampling.path_start : 0;
             if (thread < path_count) {
-                u32 node = path[(u64)batch_row * MAX_PATH + sampling.path_start + thread];
-                u32 at = first_row[sequence] + node;
+                u32 index = sampling.path_start + thread;
+                u32 at = first + (path != 0 ? path[(u64)batch_row * MAX_PATH + index] : index);
                 // A row of padding may have any path.
                 shared.path_tokens[thread] = at < batch ? tokens[at] : NONE;
                 shared.path_seen[thread] = 0;
@@ -475,7 +485,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
         }
         EditLists lists = {bias_tokens + (u64)sequence * bias_stride, bias_values + (u64)sequence * bias_stride,
                            seen_tokens + (u64)sequence * seen_stride, seen_counts + (u64)sequence * seen_stride,
-                           allowed + (u64)sequence * words};
+                           allowed_words};
         float* processed = scratch + (u64)row * ld;
         process_chunk(chunk, processed, sampling, lists, path_count, shared);
         chunk.values = processed;
@@ -493,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
         search.limit = KEEP_ALL;
         search.seed_low = sampling.seed_low;
         search.seed_high = sampling.seed_high;
-        search.position = positions[batch_row] + 1;
+        search.position = position;
         search.grammar = mask;
         search.key = 0;
         u32 turn = 0;
@@ -522,4 +532,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     if (rank == 0) store_choice(choice, row, row_logits, choices, choice_logits);
     // No block may leave while others read its shared memory.
     cluster_barrier();
+}
+
+// Changes single words: patches u32 [count][2] say where, counted from `words`, and what. No place is named twice.
+extern "C" __global__ void __launch_bounds__(THREADS) patch_words(const u32* patches, u32 count, u32* words) {
+    pdl_launch();
+    pdl_wait();
+    for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < count; i += gridDim.x * THREADS) {
+        uint2 patch = ((const uint2*)patches)[i];
+        words[patch.x] = patch.y;
+    }
 }

@@ -22,7 +22,7 @@ const KV_TOKENS: usize = 4_096;
 const TOP: HeadRequest = HeadRequest {
     top_k: 3,
     normaliser: true,
-    gather: None,
+    ..HeadRequest::ARGMAX
 };
 
 fn case(name: &str) -> PathBuf {
@@ -354,6 +354,7 @@ fn blocks_are_near_those_of_the_cpu_and_drafts_are_made_of_them() {
                     block,
                     shape,
                     max_depth: 4,
+                    coupling: None,
                 })
                 .collect();
             let drafted = gpu.draft(&requests).unwrap();
@@ -361,7 +362,7 @@ fn blocks_are_near_those_of_the_cpu_and_drafts_are_made_of_them() {
             for (i, request) in requests.iter().enumerate() {
                 let slots = &got[i * size * width..(i + 1) * size * width];
                 let rows = gpu.head_topk(slots, 64).unwrap();
-                let mut tree = build_draft(request.block.root_token, &rows, shape);
+                let mut tree = build_draft(request.block.root_token, &rows, shape, None);
                 tree.truncate_depth(4);
                 // The head's input is rounded behind the norm on one way and in front of it on the other.
                 let (expected, got) = (paths(&tree), paths(&drafted[i].tree));
@@ -435,6 +436,7 @@ fn generate(
                         max_depth: 60,
                         head: HeadRequest::ARGMAX,
                         sampling: None,
+                        coupling: None,
                     })
                     .collect();
                 let done = speculator.speculate(&batch).unwrap();
