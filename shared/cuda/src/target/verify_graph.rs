@@ -307,6 +307,7 @@ impl VerifyGraph {
                 table: rows.table.blocks(),
                 context_rows: 0,
                 context_table: &[],
+                ranking: None,
             })
             .collect();
         core.inputs.fill(self.key.sequences, &inputs);
