@@ -18,6 +18,8 @@ pub(crate) const SOURCE: KernelSource = KernelSource {
     name: "sampling.cu",
     text: concat!(
         include_str!("kernels/noise.cuh"),
+        "\n#line 1 \"sampling_cluster.cuh\"\n",
+        include_str!("kernels/sampling_cluster.cuh"),
         "\n#line 1 \"sampling.cu\"\n",
         include_str!("kernels/sampling.cu")
     ),
