@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use treespec_checkpoint::CouplingProfile;
+use treespec_checkpoint::{CouplingProfile, TemperatureFit};
 use treespec_engine::CoupledRanking;
 use treespec_sampling::{Coupling, Ranking};
 
@@ -75,7 +75,8 @@ impl CandidateRanking {
         let fit = match (coupling.ranking, &self.profile) {
             (Ranking::Fitted, Some(profile)) => {
                 let fit = profile.fit(coupling.temperature);
-                profile.fits.iter().position(|other| other == fit)? as u32
+                let is_it = |other: &TemperatureFit| std::ptr::eq(other, fit);
+                profile.fits.iter().position(is_it)? as u32
             }
             _ => UNFITTED,
         };
@@ -158,7 +159,6 @@ impl Tables {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use treespec_checkpoint::TemperatureFit;
 
     #[test]
     fn tables_hold_the_depths_of_a_draft() {

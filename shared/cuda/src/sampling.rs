@@ -13,6 +13,7 @@ mod grammar_masks;
 mod patched_words;
 mod seen_tokens;
 mod sequence_state;
+mod slots;
 
 pub(crate) const SOURCE: KernelSource = KernelSource {
     name: "sampling.cu",
@@ -130,21 +131,20 @@ impl Sampler {
         })
     }
 
-    /// How the rows of a sequence are sampled. The path and the grammar of `processors` are not used: they belong to rows.
-    /// `counted_path` is how many tokens at the start of the rows' paths `processors.counts` has already: 0 when it ends
-    /// before the root, 1 when it has the root.
+    /// How the rows of the sequences of a batch are sampled. The path and the grammar of the processors are not used: they
+    /// belong to rows. The number beside them is how many tokens at the start of the rows' paths their counts have already:
+    /// 0 when they end before the root, 1 when they have the root.
     ///
-    /// What the device has already is not written again: a sequence that goes on costs a few words.
+    /// What the device has already is not written again: a sequence that goes on costs a few words, also at another place
+    /// of the batch.
     ///
     /// # Errors
     /// [`CudaError::Unsupported`] when a list does not fit, or when the device is lost.
-    pub fn set_sequence(
+    pub fn set_sequences(
         &mut self,
-        sequence: usize,
-        processors: &Processors<'_>,
-        counted_path: usize,
+        sequences: &[(Processors<'_>, usize)],
     ) -> Result<(), CudaError> {
-        self.states.set(sequence, processors, counted_path)
+        self.states.set(sequences)
     }
 
     /// The tokens that can come after a row; `None` for any.
@@ -201,6 +201,7 @@ impl Sampler {
             .arg(rows.first_row)
             .arg(rows.batch as u32)
             .arg(room.sequences as u32)
+            .arg(lists.slots)
             .arg(lists.sequences)
             .arg(lists.bias_tokens)
             .arg(lists.bias_values)

@@ -286,14 +286,16 @@ __device__ __forceinline__ void store_choice(u64 key, u32 row, const float* logi
 // u32 [rows], nonzero where a row has a mask in grammar u32 [rows][words]; choice_logits f32 [rows].
 //
 // path u16 [batch][64] and path_len as in the tree mode of attention, the first row of a sequence in first_row. Rows of a
-// sequence from `sequences` on get NONE. allowed and early u32 [sequences][words] are what the flags of a sequence name; early
-// holds for positions below its early_until. scratch f32 [rows][ld] is written for rows with bias, bans or penalties only.
+// sequence from `sequences` on get NONE. What belongs to a sequence lies at its slot, slots[sequence]: samplings and the lists
+// behind it, of which allowed and early u32 [slot][words] are there where the flags say so; early holds for positions below
+// early_until. scratch f32 [rows][ld] is written for rows with bias, bans or penalties only.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     sample_rows(const float* logits, u32 ld, u32 vocabulary, const float* group_max, u32 group_stride, const u32* row_of,
                 const u32* positions, const u32* seq_of_row, const u32* tokens, const u16* path, const u32* path_len,
-                const u32* first_row, u32 batch, u32 sequences, const Sampling* samplings, const u32* bias_tokens, const float* bias_values,
-                u32 bias_stride, const u32* seen_tokens, const u32* seen_counts, u32 seen_stride, const u32* allowed, const u32* early,
-                u32 words, const u32* grammar_rows, const u32* grammar, float* scratch, u32* choices, float* choice_logits) {
+                const u32* first_row, u32 batch, u32 sequences, const u32* slots, const Sampling* samplings, const u32* bias_tokens,
+                const float* bias_values, u32 bias_stride, const u32* seen_tokens, const u32* seen_counts, u32 seen_stride,
+                const u32* allowed, const u32* early, u32 words, const u32* grammar_rows, const u32* grammar, float* scratch,
+                u32* choices, float* choice_logits) {
     __shared__ Shared shared;
     pdl_launch();
     pdl_wait();
@@ -307,16 +309,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
         if (rank == 0) store_choice(0, row, row_logits, choices, choice_logits);
         return;
     }
-    const Sampling sampling = samplings[sequence];
+    u32 slot = slots[sequence];
+    const Sampling sampling = samplings[slot];
     // Here, because these loads and those of the parameters can then be under way together.
     u64 group = group_max != 0 ? best_group(group_max + (u64)row * group_stride, (vocabulary + GROUP - 1) / GROUP, shared) : 0;
     const u32* mask = grammar_rows != 0 && grammar_rows[row] != 0 ? grammar + (u64)row * words : 0;
     u32 position = positions[batch_row] + 1;
     const u32* allowed_words = 0;
     if ((sampling.flags & HAS_EARLY) && position < sampling.early_until)
-        allowed_words = early + (u64)sequence * words;
+        allowed_words = early + (u64)slot * words;
     else if (sampling.flags & HAS_ALLOWED)
-        allowed_words = allowed + (u64)sequence * words;
+        allowed_words = allowed + (u64)slot * words;
     bool edited = sampling.bias_count != 0 || allowed_words != 0 || (sampling.flags & HAS_PENALTIES) != 0;
     const float* row_groups = group_max != 0 && !edited ? group_max + (u64)row * group_stride : 0;
     bool greedy = sampling.temperature == 0.0f;
@@ -347,8 +350,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
                 shared.path_seen[thread] = 0;
             }
         }
-        EditLists lists = {bias_tokens + (u64)sequence * bias_stride, bias_values + (u64)sequence * bias_stride,
-                           seen_tokens + (u64)sequence * seen_stride, seen_counts + (u64)sequence * seen_stride,
+        EditLists lists = {bias_tokens + (u64)slot * bias_stride, bias_values + (u64)slot * bias_stride,
+                           seen_tokens + (u64)slot * seen_stride, seen_counts + (u64)slot * seen_stride,
                            allowed_words};
         float* processed = scratch + (u64)row * ld;
         process_chunk(chunk, processed, sampling, lists, path_count, shared);

@@ -54,6 +54,18 @@ impl SeenTokens {
         }
     }
 
+    /// Whether `counts` (ascending by token) is this list or one that goes on from it. An empty list is nobody's.
+    pub(super) fn goes_on_in(&self, counts: &[TokenCount]) -> bool {
+        let new = counts.len().checked_sub(self.0.len());
+        if self.0.is_empty() || new.is_none_or(|new| new > MOST_CHANGES) {
+            return false;
+        }
+        let mut counts = counts.iter();
+        self.0
+            .iter()
+            .all(|known| counts.any(|count| count.token == known.token))
+    }
+
     /// The new list and how it differs; `None` when it is another one.
     fn changed(&self, counts: &[TokenCount]) -> Option<(Vec<SeenToken>, Vec<SeenToken>)> {
         if counts.len() < self.0.len() || counts.len() - self.0.len() > MOST_CHANGES {
@@ -129,6 +141,7 @@ mod tests {
         for step in 0..300u32 {
             let tokens = [step * 31 % 97, 5_100 - step, 14];
             tokens.iter().for_each(|&token| counts.push(token));
+            assert!(seen.goes_on_in(counts.entries()));
             let changes = seen.update(counts.entries());
             assert!(
                 matches!(&changes, SeenChanges::Some(changes) if changes.len() <= 3),
@@ -151,7 +164,9 @@ mod tests {
             let mut seen = SeenTokens::default();
             seen.update(TokenCounts::from_prompt(&[1, 2, 3]).entries());
             let counts = TokenCounts::from_prompt(&other);
+            assert!(!seen.goes_on_in(counts.entries()), "{other:?}");
             assert_eq!(seen.update(counts.entries()), SeenChanges::All, "{other:?}");
+            assert!(seen.goes_on_in(counts.entries()));
             let mut list = Vec::new();
             apply(&mut list, &seen, &SeenChanges::All);
             assert_eq!(list, pairs(&counts));

@@ -2,19 +2,20 @@
 
 use std::sync::Arc;
 
-use treespec_sampling::{Filters, Penalties, Processors, TokenMask};
+use treespec_sampling::{Filters, Penalties, Processors};
 
 use super::patched_words::PatchedWords;
-use super::seen_tokens::{SeenChanges, SeenTokens};
+use super::seen_tokens::SeenChanges;
+use super::slots::{Known, MaskSource, assign, has_lists};
 use super::{SamplerRoom, fits};
 use crate::{CudaError, Device, DevicePtr, Module};
 
 /// Words of a sequence's `Sampling` in the kernel file.
-const SEQUENCE_WORDS: usize = 16;
-const FLAGS: usize = 11;
-const HAS_ALLOWED: u32 = 1;
-const HAS_PENALTIES: u32 = 2;
-const HAS_EARLY: u32 = 4;
+pub(super) const SEQUENCE_WORDS: usize = 16;
+pub(super) const FLAGS: usize = 11;
+pub(super) const HAS_ALLOWED: u32 = 1;
+pub(super) const HAS_PENALTIES: u32 = 2;
+pub(super) const HAS_EARLY: u32 = 4;
 
 /// Where the lists of a sequence begin on the device, as the kernel's arguments.
 #[derive(Debug, Clone, Copy)]
@@ -27,62 +28,20 @@ pub(super) struct Lists {
     pub(super) allowed: DevicePtr,
     pub(super) early: DevicePtr,
     pub(super) grammar_rows: DevicePtr,
+    pub(super) slots: DevicePtr,
 }
 
 /// All of it, and the flags of rows with a grammar mask.
 pub(super) struct SequenceStates {
     room: SamplerRoom,
     words: PatchedWords,
+    /// By slot. Lists stay in the slot that has them, whatever place in a batch their sequence takes.
     known: Vec<Known>,
+    /// Slot of each sequence of a batch.
+    slots: Vec<usize>,
+    /// Batches so far.
+    batches: u64,
     grammar_rows: Vec<bool>,
-}
-
-/// What the device has of one sequence.
-#[derive(Default)]
-struct Known {
-    words: [u32; SEQUENCE_WORDS],
-    bias: Vec<(u32, f32)>,
-    seen: SeenTokens,
-    /// The mask of all positions and that of the early ones, where they were written.
-    masks: [Option<MaskSource>; 2],
-}
-
-/// What a mask is made of. Comparing it costs less than making the mask.
-struct MaskSource {
-    allowed: Option<TokenMask>,
-    banned: Vec<u32>,
-    early: Vec<u32>,
-}
-
-impl MaskSource {
-    fn is(&self, processors: &Processors<'_>, early: &[u32]) -> bool {
-        self.allowed.as_ref() == processors.allowed
-            && self.banned == processors.banned
-            && self.early == early
-    }
-
-    fn of(processors: &Processors<'_>, early: &[u32]) -> Self {
-        Self {
-            allowed: processors.allowed.cloned(),
-            banned: processors.banned.to_vec(),
-            early: early.to_vec(),
-        }
-    }
-
-    /// Words of the allowed ids less the banned ones, for a whole vocabulary.
-    fn words(&self, vocabulary: usize) -> Vec<u32> {
-        let mut mask = match &self.allowed {
-            Some(allowed) => allowed.clone(),
-            None => TokenMask::all(vocabulary),
-        };
-        for &token in self.banned.iter().chain(&self.early) {
-            mask.remove(token);
-        }
-        let mut words = mask.words().to_vec();
-        // A mask holds no token beyond its own words.
-        words.resize(vocabulary.div_ceil(32), 0);
-        words
-    }
 }
 
 impl SequenceStates {
@@ -98,6 +57,9 @@ impl SequenceStates {
         Ok(Self {
             words: PatchedWords::new(device, module, end)?,
             known: (0..room.sequences).map(|_| Known::default()).collect(),
+            // As the device's zeros, and changed by the first batch.
+            slots: vec![0; room.sequences],
+            batches: 0,
             grammar_rows: vec![false; room.rows],
             room,
         })
@@ -114,46 +76,69 @@ impl SequenceStates {
             allowed: self.words.at(offsets.masks[0]),
             early: self.words.at(offsets.masks[1]),
             grammar_rows: self.words.at(offsets.grammar_rows),
+            slots: self.words.at(offsets.slots),
         }
     }
 
-    /// See [`super::Sampler::set_sequence`].
-    pub(super) fn set(
+    /// See [`super::Sampler::set_sequences`].
+    pub(super) fn set(&mut self, sequences: &[(Processors<'_>, usize)]) -> Result<(), CudaError> {
+        fits("sequences", sequences.len(), self.room.sequences)?;
+        self.batches += 1;
+        let slots_at = Offsets::new(&self.room).slots;
+        let slots = assign(&self.known, &self.slots, sequences);
+        for (sequence, (slot, (processors, counted_path))) in
+            slots.into_iter().zip(sequences).enumerate()
+        {
+            self.set_slot(slot, processors, *counted_path)?;
+            if self.slots[sequence] != slot {
+                self.slots[sequence] = slot;
+                self.words.set(slots_at + sequence, &[slot as u32])?;
+            }
+        }
+        Ok(())
+    }
+
+    fn set_slot(
         &mut self,
-        sequence: usize,
+        slot: usize,
         processors: &Processors<'_>,
         counted_path: usize,
     ) -> Result<(), CudaError> {
         let room = &self.room;
-        fits("sequences", sequence + 1, room.sequences)?;
         let bias = processors.bias.entries();
         fits("biased tokens", bias.len(), room.biases)?;
         let words = sequence_words(processors, counted_path);
         if words[FLAGS] & HAS_PENALTIES != 0 {
             let counts = processors.counts.entries();
             fits("different tokens", counts.len(), room.seen)?;
-            self.set_seen(sequence, processors)?;
+            self.set_seen(slot, processors)?;
         }
-        self.set_bias(sequence, bias)?;
+        // What has no bias leaves that of another sequence for when it comes back.
+        if !bias.is_empty() {
+            self.set_bias(slot, bias)?;
+        }
         if words[FLAGS] & HAS_ALLOWED != 0 {
-            self.set_mask(sequence, 0, processors, &[])?;
+            self.set_mask(slot, 0, processors, &[])?;
         }
         if words[FLAGS] & HAS_EARLY != 0 {
-            self.set_mask(sequence, 1, processors, &processors.early.tokens)?;
+            self.set_mask(slot, 1, processors, &processors.early.tokens)?;
         }
-        let known = &mut self.known[sequence];
+        let known = &mut self.known[slot];
+        if has_lists(processors) {
+            known.used = self.batches;
+        }
         if known.words != words {
             known.words = words;
-            self.words.set(sequence * SEQUENCE_WORDS, &words)?;
+            self.words.set(slot * SEQUENCE_WORDS, &words)?;
         }
         Ok(())
     }
 
-    fn set_seen(&mut self, sequence: usize, processors: &Processors<'_>) -> Result<(), CudaError> {
+    fn set_seen(&mut self, slot: usize, processors: &Processors<'_>) -> Result<(), CudaError> {
         let offsets = Offsets::new(&self.room);
-        let at = sequence * self.room.seen;
+        let at = slot * self.room.seen;
         let (tokens_at, counts_at) = (offsets.seen_tokens + at, offsets.seen_counts + at);
-        let seen = &mut self.known[sequence].seen;
+        let seen = &mut self.known[slot].seen;
         match seen.update(processors.counts.entries()) {
             SeenChanges::Some(changes) => {
                 for change in changes {
@@ -173,14 +158,14 @@ impl SequenceStates {
         Ok(())
     }
 
-    fn set_bias(&mut self, sequence: usize, bias: &[(u32, f32)]) -> Result<(), CudaError> {
-        let known = &mut self.known[sequence];
+    fn set_bias(&mut self, slot: usize, bias: &[(u32, f32)]) -> Result<(), CudaError> {
+        let known = &mut self.known[slot];
         if known.bias == bias {
             return Ok(());
         }
         known.bias = bias.to_vec();
         let offsets = Offsets::new(&self.room);
-        let at = sequence * self.room.biases;
+        let at = slot * self.room.biases;
         let tokens: Vec<u32> = bias.iter().map(|bias| bias.0).collect();
         let values: Vec<u32> = bias.iter().map(|bias| bias.1.to_bits()).collect();
         self.words.set(offsets.bias_tokens + at, &tokens)?;
@@ -189,12 +174,12 @@ impl SequenceStates {
 
     fn set_mask(
         &mut self,
-        sequence: usize,
+        slot: usize,
         which: usize,
         processors: &Processors<'_>,
         early: &[u32],
     ) -> Result<(), CudaError> {
-        let known = &mut self.known[sequence];
+        let known = &mut self.known[slot];
         let is_known = |mask: &MaskSource| mask.is(processors, early);
         if known.masks[which].as_ref().is_some_and(is_known) {
             return Ok(());
@@ -202,7 +187,7 @@ impl SequenceStates {
         let source = MaskSource::of(processors, early);
         let words = source.words(self.room.vocabulary);
         known.masks[which] = Some(source);
-        let at = Offsets::new(&self.room).masks[which] + sequence * self.room.mask_words();
+        let at = Offsets::new(&self.room).masks[which] + slot * self.room.mask_words();
         self.words.set(at, &words)
     }
 
@@ -229,6 +214,7 @@ struct Offsets {
     seen_counts: usize,
     masks: [usize; 2],
     grammar_rows: usize,
+    slots: usize,
     end: usize,
 }
 
@@ -247,13 +233,17 @@ impl Offsets {
             seen_counts: list(room.sequences * room.seen),
             masks: [0; 2].map(|_| list(room.sequences * room.mask_words())),
             grammar_rows: list(room.rows),
+            slots: list(room.sequences),
             end,
         }
     }
 }
 
 /// The kernel's `Sampling`.
-fn sequence_words(processors: &Processors<'_>, counted_path: usize) -> [u32; SEQUENCE_WORDS] {
+pub(super) fn sequence_words(
+    processors: &Processors<'_>,
+    counted_path: usize,
+) -> [u32; SEQUENCE_WORDS] {
     let params = processors.params;
     let filters = Filters::new(params);
     let penalties = Penalties::new(params);
@@ -341,23 +331,6 @@ mod tests {
     }
 
     #[test]
-    fn bans_are_taken_out_of_what_is_allowed() {
-        let params = SamplingParams::default();
-        let allowed = TokenMask::from_tokens(40, [1, 5, 39]);
-        let mut processors = Processors {
-            banned: &[5, 1000],
-            ..Processors::new(&params)
-        };
-        let words = |processors: &Processors<'_>, early: &[u32]| {
-            MaskSource::of(processors, early).words(70)
-        };
-        assert_eq!(words(&processors, &[]), [!(1 << 5), u32::MAX, 0x3F]);
-        assert_eq!(words(&processors, &[0]), [!(1 << 5) - 1, u32::MAX, 0x3F]);
-        processors.allowed = Some(&allowed);
-        assert_eq!(words(&processors, &[39]), [1 << 1, 0, 0]);
-    }
-
-    #[test]
     fn lists_do_not_overlap() {
         let room = SamplerRoom {
             vocabulary: 70,
@@ -371,6 +344,7 @@ mod tests {
         assert_eq!(offsets.bias_tokens, 32);
         assert_eq!(offsets.seen_tokens, 32 + 12);
         assert_eq!(offsets.masks, [84, 84 + 2 * 3]);
-        assert_eq!((offsets.grammar_rows, offsets.end), (96, 101));
+        assert_eq!(offsets.grammar_rows, 96);
+        assert_eq!((offsets.slots, offsets.end), (101, 103));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use treespec_engine::RowChoices;
+use treespec_engine::{EngineError, RowChoices};
 use treespec_sampling::{Processors, SamplingParams, TokenMask};
 
 use super::{MOST_SEQUENCES, MOST_STEP_ROWS, TargetCore};
@@ -55,22 +55,16 @@ impl StepSampler {
     ) -> Result<(), CudaError> {
         let best = SamplingParams::default();
         let mut masks: [Option<&TokenMask>; MOST_STEP_ROWS] = [None; MOST_STEP_ROWS];
-        for (sequence, choices) in choices.enumerate() {
-            match choices {
-                None => self
-                    .sampler
-                    .set_sequence(sequence, &Processors::new(&best), 0)?,
-                Some(choices) => {
-                    let counted = choices.counted_rows;
-                    self.sampler
-                        .set_sequence(sequence, &choices.processors, counted)?;
-                    let rows = &mut masks[sequence * stride..(sequence + 1) * stride];
-                    for (mask, own) in rows.iter_mut().zip(choices.grammar) {
-                        *mask = Some(own);
-                    }
-                }
+        let mut sequences = Vec::with_capacity(MOST_SEQUENCES);
+        for choices in choices {
+            let choices = choices.unwrap_or_else(|| RowChoices::from(Processors::new(&best)));
+            let first = sequences.len() * stride;
+            for (mask, own) in masks[first..first + stride].iter_mut().zip(choices.grammar) {
+                *mask = Some(own);
             }
+            sequences.push((choices.processors, choices.counted_rows));
         }
+        self.sampler.set_sequences(&sequences)?;
         for (row, mask) in masks.into_iter().enumerate() {
             self.sampler.set_grammar(row, mask)?;
         }
@@ -116,7 +110,7 @@ impl TargetCore {
         &mut self,
         choices: impl Iterator<Item = Option<RowChoices<'a>>> + Clone,
         stride: usize,
-    ) -> Result<bool, CudaError> {
+    ) -> Result<bool, EngineError> {
         if choices.clone().flatten().all(|choices| choices.is_argmax()) {
             return Ok(false);
         }
@@ -129,7 +123,11 @@ impl TargetCore {
                 self.head.logits().stride,
             )?),
         };
-        sampler.set(choices, stride)?;
-        Ok(true)
+        match sampler.set(choices, stride) {
+            Ok(()) => Ok(true),
+            // A list that does not fit is a matter of the request.
+            Err(CudaError::Unsupported(what)) => Err(EngineError::InvalidBatch(what)),
+            Err(error) => Err(error.into()),
+        }
     }
 }

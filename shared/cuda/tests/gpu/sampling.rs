@@ -172,17 +172,15 @@ fn a_graph_reads_the_parameters_of_its_replay() {
             "replay {replay}, {:?}",
             batch.requests.iter().map(|r| &r.params).collect::<Vec<_>>()
         );
-        for (index, request) in batch.requests.iter_mut().enumerate() {
-            // Most sequences go on, some make room for others.
+        // Sequences change places, most of them go on, some make room for others.
+        batch.requests.rotate_left(replay % 3);
+        for request in &mut batch.requests {
             match rng.random_bool(0.7) {
                 true => request.go_on(&tokens_of(&mut rng, batch.vocabulary, replay)),
                 false => *request = random_request(&mut rng, batch.vocabulary),
             }
-            let processors = request.processors();
-            sampler
-                .set_sequence(index, &processors, request.counted_path)
-                .unwrap();
         }
+        sampler.set_sequences(&batch.processors()).unwrap();
         for (row, mask) in batch.grammar.iter_mut().enumerate() {
             if rng.random_bool(0.3) {
                 *mask = random_mask(&mut rng, batch.vocabulary);
@@ -239,8 +237,8 @@ fn what_does_not_fit_is_refused() {
             "{result:?}"
         );
     };
-    refused(sampler.set_sequence(0, &processors, 0));
-    refused(sampler.set_sequence(2, &batch.requests[0].processors(), 0));
+    refused(sampler.set_sequences(&[(processors, 0)]));
+    refused(sampler.set_sequences(&[(batch.requests[0].processors(), 0); 3]));
     refused(sampler.set_grammar(4, None));
     let uploaded = Uploaded::new(&device, &batch);
     refused(sampler.choose(SampledRows {

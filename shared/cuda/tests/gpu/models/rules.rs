@@ -15,7 +15,7 @@ use super::scene::{CASES, Tables, chain, prompt, run_chain, target};
 /// Tokens that no rules of these tests forbid, so that there always is a choice.
 const FREE: std::ops::Range<u32> = 5..12;
 /// Tokens of trees and masks: few, so that choices are often nodes.
-const COMMON: std::ops::Range<u32> = 5..30;
+const COMMON: std::ops::Range<u32> = 5..15;
 
 fn one_of<T: Copy>(random: &mut StdRng, values: &[T]) -> T {
     values[random.random_range(0..values.len())]
@@ -148,6 +148,10 @@ fn steps_choose_what_sampling_chooses_from_the_devices_logits() {
                 table
             })
             .collect();
+        let mut rules: Vec<TokenRules> = prompts
+            .iter()
+            .map(|tokens| random_rules(&mut random, vocabulary, tokens))
+            .collect();
         // Places and rows of a batch are used by other sequences, trees and rules from round to round.
         for round in 0..60 {
             let count = random.random_range(1..=prompts.len());
@@ -159,10 +163,13 @@ fn steps_choose_what_sampling_chooses_from_the_devices_logits() {
                 })
                 .collect();
             let places: Vec<usize> = (0..count).map(|i| (i + round) % prompts.len()).collect();
-            let rules: Vec<TokenRules> = places
-                .iter()
-                .map(|&place| random_rules(&mut random, vocabulary, &prompts[place]))
-                .collect();
+            for (rules, tokens) in rules.iter_mut().zip(&prompts) {
+                match random.random_range(0..3) {
+                    0 => *rules = random_rules(&mut random, vocabulary, tokens),
+                    _ if rules.counts_tokens() => rules.counts.push(random.random_range(5..500)),
+                    _ => {}
+                }
+            }
             let masks: Vec<Vec<TokenMask>> = trees
                 .iter()
                 .map(|tree| random_masks(&mut random, vocabulary, tree.len()))
@@ -183,7 +190,7 @@ fn steps_choose_what_sampling_chooses_from_the_devices_logits() {
                         tree: &trees[i],
                         head: requests[i],
                         sampling: Some(RowChoices {
-                            processors: rules[i].processors(),
+                            processors: rules[places[i]].processors(),
                             grammar: &masks[i],
                             counted_rows: 0,
                         }),
@@ -200,7 +207,7 @@ fn steps_choose_what_sampling_chooses_from_the_devices_logits() {
                     trees[i].len(),
                     masks[i].len(),
                     requests[i],
-                    rules[i]
+                    rules[places[i]]
                 );
                 assert_eq!(got[i].acceptance, expected[i].acceptance, "{what}");
                 let (got, expected) = (said(&got[i], requests[i]), said(&expected[i], requests[i]));
@@ -209,7 +216,7 @@ fn steps_choose_what_sampling_chooses_from_the_devices_logits() {
             }
         }
     }
-    assert!(accepted > 50, "{accepted} accepted nodes show little");
+    assert!(accepted > 20, "{accepted} accepted nodes show little");
 }
 
 /// The logits of the last rows of a chain, which lies in the cache.

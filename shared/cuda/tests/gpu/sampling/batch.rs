@@ -220,6 +220,14 @@ impl Batch {
         (0..self.rows).map(choose).collect()
     }
 
+    /// What the sampler is told of the sequences.
+    pub(super) fn processors(&self) -> Vec<(Processors<'_>, usize)> {
+        let requests = self.requests.iter();
+        requests
+            .map(|request| (request.processors(), request.counted_path))
+            .collect()
+    }
+
     pub(super) fn sampler(&self, device: &Arc<Device>) -> Sampler {
         let room = SamplerRoom {
             vocabulary: self.vocabulary,
@@ -230,12 +238,7 @@ impl Batch {
             seen: 512,
         };
         let mut sampler = Sampler::load(device, room).unwrap();
-        for (index, request) in self.requests.iter().enumerate() {
-            let processors = request.processors();
-            sampler
-                .set_sequence(index, &processors, request.counted_path)
-                .unwrap();
-        }
+        sampler.set_sequences(&self.processors()).unwrap();
         for (row, mask) in self.grammar.iter().enumerate() {
             sampler.set_grammar(row, mask.as_ref()).unwrap();
         }
