@@ -59,7 +59,7 @@ impl StepSampler {
         for choices in choices {
             let choices = choices.unwrap_or_else(|| RowChoices::from(Processors::new(&best)));
             let first = sequences.len() * stride;
-            for (mask, own) in masks[first..first + stride].iter_mut().zip(choices.grammar) {
+            for (mask, own) in masks.iter_mut().skip(first).zip(choices.grammar) {
                 *mask = Some(own);
             }
             sequences.push((choices.processors, choices.counted_rows));
