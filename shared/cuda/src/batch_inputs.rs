@@ -7,7 +7,7 @@ use treespec_engine::BlockId;
 use crate::NONE;
 use crate::draft_tree::BatchState;
 use crate::rows::{BlockContexts, RowKernels};
-use crate::{CudaError, Device, DeviceBuffer, PinnedBuffer};
+use crate::{CudaError, Device, DeviceBuffer, DevicePtr, PinnedBuffer, SequenceRanking};
 
 /// Where one sequence stands.
 #[derive(Debug, Clone, Copy)]
@@ -24,6 +24,8 @@ pub(crate) struct SequenceInput<'a> {
     pub(crate) context_rows: usize,
     /// The drafter's blocks.
     pub(crate) context_table: &'a [BlockId],
+    /// How the drafter's candidates are ranked; `None` by their probability alone.
+    pub(crate) ranking: Option<SequenceRanking>,
 }
 
 /// Host and device copies of the inputs of a step.
@@ -51,8 +53,13 @@ impl Arrays {
         index * self.entries()
     }
 
+    /// Four words per sequence.
+    fn rankings(self) -> usize {
+        self.field(4)
+    }
+
     fn table(self, index: usize) -> usize {
-        self.field(4) + index * self.sequences * self.strides[0]
+        self.rankings() + 4 * self.sequences + index * self.sequences * self.strides[0]
     }
 
     fn words(self) -> usize {
@@ -108,6 +115,10 @@ impl BatchInputs {
             for (field, value) in fields.into_iter().enumerate() {
                 words[arrays.field(field) + sequence] = value;
             }
+            if let Some(SequenceRanking(ranking)) = input.ranking {
+                let at = arrays.rankings() + 4 * sequence;
+                words[at..at + 4].copy_from_slice(&ranking);
+            }
             for (index, table) in [input.table, input.context_table].into_iter().enumerate() {
                 let stride = self.strides[index];
                 let at = arrays.table(index) + sequence * stride;
@@ -155,6 +166,11 @@ impl BatchInputs {
         }
     }
 
+    /// A [`SequenceRanking`] per sequence.
+    pub(crate) fn rankings(&self, sequences: usize) -> DevicePtr {
+        self.device.offset(self.arrays(sequences).rankings())
+    }
+
     fn arrays(&self, sequences: usize) -> Arrays {
         Arrays {
             sequences,
@@ -175,7 +191,9 @@ mod tests {
                 strides: [12, 4],
             };
             assert!(arrays.field(1) >= sequences);
-            assert_eq!(arrays.table(0) % 4, 0);
+            assert_eq!((arrays.rankings() % 4, arrays.table(0) % 4), (0, 0));
+            assert!(arrays.rankings() >= arrays.field(3) + sequences);
+            assert_eq!(arrays.table(0), arrays.rankings() + sequences * 4);
             assert_eq!(arrays.table(1), arrays.table(0) + sequences * 12);
             assert_eq!(arrays.words(), arrays.table(1) + sequences * 4);
         }

@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::mem::size_of;
+use std::ops::Range;
 use std::sync::Arc;
 use std::{ptr, slice};
 
@@ -164,6 +165,38 @@ impl<T: DeviceValue> DeviceBuffer<T> {
             "cuMemcpyHtoDAsync",
         )?;
         stream.synchronize()
+    }
+
+    /// Copies a range of `source` to the values from `index`, behind all work in the stream, and does not wait for it:
+    /// until then `source` must neither change nor go.
+    ///
+    /// # Errors
+    /// As [`DeviceBuffer::write`].
+    pub fn copy_from(
+        &self,
+        index: usize,
+        source: &PinnedBuffer<T>,
+        range: Range<usize>,
+    ) -> Result<(), CudaError> {
+        if index + range.len() > self.len || range.end > source.len {
+            return Err(CudaError::Unsupported(format!(
+                "a copy of values {range:?} of {} to {index} in a device buffer of {}",
+                source.len, self.len
+            )));
+        }
+        self.device.bind()?;
+        // SAFETY: both ranges were checked; a pinned buffer waits for the stream before its memory goes.
+        check(
+            unsafe {
+                sys::cuMemcpyHtoDAsync_v2(
+                    self.offset(index).0,
+                    source.host.add(range.start).cast::<c_void>(),
+                    range.len() * size_of::<T>(),
+                    self.device.stream().0,
+                )
+            },
+            "cuMemcpyHtoDAsync",
+        )
     }
 
     /// All values, after all work in the stream.

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
+use treespec_checkpoint::{CouplingProfile, DrafterCheckpoint, TargetCheckpoint};
 use treespec_engine::{
     BLOCK_TOKENS, BlockRequest, ContextId, DraftContexts, DraftRequest, DraftShape, Drafted,
     Drafter, DrafterOptions, DrafterSpec, EngineError, HeadRow, LoadProgress,
@@ -16,7 +16,7 @@ use treespec_engine::{
 use crate::batch_inputs::{BatchInputs, SequenceInput, sequence_bucket};
 use crate::graph_cache::GraphCache;
 use crate::vocabulary::Vocabulary;
-use crate::{Device, MOST_DEPTHS, PinnedBuffer, row_bucket};
+use crate::{Device, MOST_DEPTHS, PinnedBuffer, SequenceRanking, row_bucket};
 pub(crate) use core::DraftCore;
 use draft_graph::DraftGraph;
 pub(crate) use draft_graph::{DraftKey, read_draft};
@@ -42,6 +42,24 @@ struct ArrivingRows {
     slots: PinnedBuffer<u32>,
     /// Kernels that have not been waited for may still read them.
     in_use: bool,
+}
+
+/// A block to draft, and what becomes of its candidates.
+struct BlockInput {
+    block: BlockRequest,
+    max_depth: usize,
+    ranking: Option<SequenceRanking>,
+}
+
+impl From<BlockRequest> for BlockInput {
+    /// Nothing: its rows are all that is wanted.
+    fn from(block: BlockRequest) -> Self {
+        Self {
+            block,
+            max_depth: usize::MAX,
+            ranking: None,
+        }
+    }
 }
 
 impl CudaDrafter {
@@ -135,7 +153,7 @@ impl CudaDrafter {
         }
         let trees = [15, 31, 63].map(|budget| DraftShape::Tree { budget });
         for shape in [DraftShape::Chain].into_iter().chain(trees) {
-            self.graph(DraftKey::of(shape, 1, &self.core.spec, 1))?;
+            self.graph(DraftKey::of(shape, false, 1, &self.core.spec, 1))?;
         }
         Ok(())
     }
@@ -175,25 +193,23 @@ impl CudaDrafter {
     }
 
     /// Makes room for the blocks and tells the device where they are.
-    fn fill_inputs(
-        &mut self,
-        blocks: &[BlockRequest],
-        depths: &[usize],
-    ) -> Result<(), EngineError> {
-        for block in blocks {
+    fn fill_inputs(&mut self, blocks: &[BlockInput]) -> Result<(), EngineError> {
+        for BlockInput { block, .. } in blocks {
             self.check_token(block.root_token)?;
             self.contexts.reserve_block(block.context)?;
         }
         let mut inputs = Vec::with_capacity(blocks.len());
-        for (block, &max_depth) in blocks.iter().zip(depths) {
+        for input in blocks {
+            let block = input.block;
             let context = self.contexts.get(block.context)?;
             inputs.push(SequenceInput {
                 root: block.root_token,
                 committed: context.end(),
-                max_depth,
+                max_depth: input.max_depth,
                 table: &[],
                 context_rows: context.rows,
                 context_table: context.table.blocks(),
+                ranking: input.ranking,
             });
         }
         self.inputs.fill(sequence_bucket(blocks.len()), &inputs);
@@ -202,7 +218,8 @@ impl CudaDrafter {
 
     fn block_rows(&mut self, blocks: &[BlockRequest]) -> Result<Vec<f32>, EngineError> {
         let count = sequence_bucket(blocks.len());
-        self.fill_inputs(blocks, &vec![usize::MAX; blocks.len()])?;
+        let inputs: Vec<BlockInput> = blocks.iter().copied().map(BlockInput::from).collect();
+        self.fill_inputs(&inputs)?;
         let core = &self.core;
         let rows = core.block_rows_for(count, core.spec.context_window)?;
         self.inputs.upload(&core.rows, count)?;
@@ -218,6 +235,10 @@ impl CudaDrafter {
 impl Drafter for CudaDrafter {
     fn spec(&self) -> &DrafterSpec {
         &self.core.spec
+    }
+
+    fn coupling_profile(&self) -> Option<&CouplingProfile> {
+        self.core.ranking.profile()
     }
 
     fn open(&mut self) -> Result<ContextId, EngineError> {
@@ -305,16 +326,23 @@ impl Drafter for CudaDrafter {
         let mut drafts = Vec::with_capacity(requests.len());
         for group in draft_graph::groups(requests, self.core.most_sequences()) {
             let started = Instant::now();
+            let inputs: Vec<BlockInput> = group
+                .iter()
+                .map(|request| BlockInput {
+                    block: request.block,
+                    max_depth: request.max_depth,
+                    ranking: self.core.ranking.of(request.coupling),
+                })
+                .collect();
             let key = DraftKey::of(
                 group[0].shape,
+                inputs.iter().any(|input| input.ranking.is_some()),
                 group.len(),
                 &self.core.spec,
                 self.longest(group)?,
             );
-            let blocks: Vec<BlockRequest> = group.iter().map(|request| request.block).collect();
-            let depths: Vec<usize> = group.iter().map(|request| request.max_depth).collect();
             self.graph(key)?;
-            self.fill_inputs(&blocks, &depths)?;
+            self.fill_inputs(&inputs)?;
             let graph = self
                 .graphs
                 .get_mut(&key)

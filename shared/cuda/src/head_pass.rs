@@ -152,7 +152,7 @@ impl HeadPass {
         let request = HeadRequest {
             top_k: k.min(self.vocabulary.size),
             normaliser: true,
-            gather: None,
+            ..HeadRequest::ARGMAX
         };
         let mut selected = Vec::with_capacity(hidden.len() / width);
         for chunk in hidden.chunks(self.rows * width) {
@@ -166,6 +166,12 @@ impl HeadPass {
             selected.extend(rows.map_err(|error| error_from_row(error, base))?);
         }
         Ok(selected)
+    }
+
+    /// All logits of a row of the last pass.
+    pub(crate) fn row_logits(&self, row: usize) -> Result<Vec<f32>, CudaError> {
+        let stride = self.logits().stride;
+        self.logits.read_range(row * stride, self.vocabulary.size)
     }
 
     /// Selects for requests of different sizes and copies the rows to the host: row `i` gets `wanted[i]`.
@@ -208,6 +214,7 @@ impl HeadPass {
                     .collect(),
                 gathered: request.gather.map(|_| gathered[row]),
                 chosen: None,
+                rank: None,
             }
         });
         let rows: Vec<HeadRow> = rows.collect();

@@ -1,8 +1,8 @@
 //! Every kernel file with the definitions that real models compile it with, for checks without a device.
 
 use crate::{
-    KernelSource, acceptance, attention, draft_tree, head_select, kv_cache, linear, rotary, rows,
-    sampling,
+    KernelSource, acceptance, attention, candidate_ranking, draft_tree, head_select, kv_cache,
+    linear, rotary, rows, sampling,
 };
 
 /// A kernel file and the definitions of one use.
@@ -24,6 +24,7 @@ pub fn kernel_variants() -> Vec<KernelVariant> {
         plain(rows::SOURCE),
         plain(acceptance::SOURCE),
         plain(draft_tree::SOURCE),
+        plain(candidate_ranking::SOURCE),
         plain(sampling::SOURCE),
         plain(kv_cache::SOURCE),
         plain(linear::RANDOM_SOURCE),

@@ -9,6 +9,7 @@ mod attention;
 mod bandwidth;
 mod batch_inputs;
 mod buffer;
+mod candidate_ranking;
 mod compile;
 mod decoder;
 mod device;
@@ -43,6 +44,7 @@ pub use acceptance::{
 pub use attention::{AttentionKernels, AttentionPlan, AttentionShape, Visibility};
 pub use bandwidth::copy_bandwidth;
 pub use buffer::{DeviceBuffer, DevicePtr, DeviceValue, PinnedBuffer};
+pub use candidate_ranking::{CandidateRanking, SequenceRanking};
 pub use compile::{Function, KernelSource, Module, compile_for};
 pub use device::{Device, Stream};
 pub use draft_tree::{

@@ -2,15 +2,25 @@
 
 use std::sync::Arc;
 
-use treespec_sampling::{Filters, Penalties, Processors, TokenMask};
+use treespec_sampling::{Processors, TokenMask};
 
 use crate::head_select::HeadLogits;
 use crate::{CudaError, Device, DeviceBuffer, DevicePtr, Function, KernelSource, Launch};
+use grammar_masks::GrammarMasks;
+use sequence_state::SequenceStates;
+
+mod grammar_masks;
+mod patched_words;
+mod seen_tokens;
+mod sequence_state;
+mod slots;
 
 pub(crate) const SOURCE: KernelSource = KernelSource {
     name: "sampling.cu",
     text: concat!(
         include_str!("kernels/noise.cuh"),
+        "\n#line 1 \"sampling_cluster.cuh\"\n",
+        include_str!("kernels/sampling_cluster.cuh"),
         "\n#line 1 \"sampling.cu\"\n",
         include_str!("kernels/sampling.cu")
     ),
@@ -19,11 +29,6 @@ pub(crate) const SOURCE: KernelSource = KernelSource {
 /// Blocks of a cluster and threads of a block, as in the kernel file.
 const CLUSTER: usize = 8;
 const THREADS: usize = 256;
-
-/// Words of a sequence's `Sampling` in the kernel file.
-const SEQUENCE_WORDS: usize = 16;
-const HAS_ALLOWED: u32 = 1;
-const HAS_PENALTIES: u32 = 2;
 
 /// Masses are summed in parts that hold for this many tokens per block.
 const MOST_TOKENS: usize = CLUSTER << 17;
@@ -45,6 +50,13 @@ pub struct SamplerRoom {
     pub seen: usize,
 }
 
+impl SamplerRoom {
+    /// Words of a set of tokens.
+    fn mask_words(&self) -> usize {
+        self.vocabulary.div_ceil(32)
+    }
+}
+
 /// Rows to choose tokens for. All arrays are on the device; a null pointer leaves out what says so.
 #[derive(Debug, Clone, Copy)]
 pub struct SampledRows {
@@ -60,14 +72,14 @@ pub struct SampledRows {
     pub positions: DevicePtr,
     /// u32: sequence of a row, [`u32::MAX`] for none. Null: the row's number.
     pub sequences: DevicePtr,
-    /// u32: token of a row. Needed with `path`.
+    /// u32: token of a row. Needed with `first_row`.
     pub tokens: DevicePtr,
-    /// u16 `[64]` per row: the nodes from the root to the row, as rows of its sequence. Null: rows have no ancestors
-    /// besides the tokens that their sequence has counted.
+    /// u16 `[64]` per row: the nodes from the root to the row, as rows of its sequence. Null: the path of a row are the
+    /// rows of its sequence up to it, at most 64.
     pub path: DevicePtr,
-    /// u32: entries of the path, the row itself included.
+    /// u32: entries of the path, the row itself included. Needed with `path`.
     pub path_len: DevicePtr,
-    /// u32 per sequence: its first row.
+    /// u32 per sequence: its first row. Null: rows have no path besides the tokens that their sequence has counted.
     pub first_row: DevicePtr,
     /// u32 `[rows]`: the chosen tokens, [`u32::MAX`] where nothing can be chosen.
     pub choices: DevicePtr,
@@ -76,19 +88,14 @@ pub struct SampledRows {
 }
 
 /// Chooses tokens: one launch for any mix of greedy, sampled and constrained rows, inside a graph or not. The parameters
-/// are read from memory when it runs; they belong to sequences, grammar masks to rows.
+/// are read from memory when it runs; they belong to sequences, grammar masks to rows. What is set for them takes effect
+/// with [`Sampler::upload`].
 pub struct Sampler {
     device: Arc<Device>,
     kernel: Function,
     room: SamplerRoom,
-    sequences: DeviceBuffer<u32>,
-    bias_tokens: DeviceBuffer<u32>,
-    bias_values: DeviceBuffer<f32>,
-    seen_tokens: DeviceBuffer<u32>,
-    seen_counts: DeviceBuffer<u32>,
-    allowed: DeviceBuffer<u32>,
-    grammar_rows: DeviceBuffer<u32>,
-    grammar: DeviceBuffer<u32>,
+    states: SequenceStates,
+    grammar: GrammarMasks,
     processed: DeviceBuffer<f32>,
 }
 
@@ -113,73 +120,53 @@ impl Sampler {
                 room.logits_stride, room.vocabulary
             )));
         }
-        let words = room.vocabulary.div_ceil(32);
+        let module = device.module(&SOURCE, &[])?;
         Ok(Self {
             device: device.clone(),
-            kernel: device.module(&SOURCE, &[])?.function("sample_rows")?,
-            room,
-            sequences: DeviceBuffer::zeroed(device, room.sequences * SEQUENCE_WORDS)?,
-            bias_tokens: DeviceBuffer::zeroed(device, room.sequences * room.biases)?,
-            bias_values: DeviceBuffer::zeroed(device, room.sequences * room.biases)?,
-            seen_tokens: DeviceBuffer::zeroed(device, room.sequences * room.seen)?,
-            seen_counts: DeviceBuffer::zeroed(device, room.sequences * room.seen)?,
-            allowed: DeviceBuffer::zeroed(device, room.sequences * words)?,
-            grammar_rows: DeviceBuffer::zeroed(device, room.rows)?,
-            grammar: DeviceBuffer::zeroed(device, room.rows * words)?,
+            kernel: module.function("sample_rows")?,
+            states: SequenceStates::new(device, &module, room)?,
+            grammar: GrammarMasks::new(device, room.rows, room.mask_words())?,
             processed: DeviceBuffer::zeroed(device, room.rows * room.logits_stride)?,
+            room,
         })
     }
 
-    /// How the rows of a sequence are sampled from the next launch on. The path and the grammar of `processors` are not
-    /// used: they belong to rows. `counted_path` is how many tokens at the start of the rows' paths `processors.counts`
-    /// has already: 0 when it ends before the root, 1 when it has the root.
+    /// How the rows of the sequences of a batch are sampled. The path and the grammar of the processors are not used: they
+    /// belong to rows. The number beside them is how many tokens at the start of the rows' paths their counts have already:
+    /// 0 when they end before the root, 1 when they have the root.
+    ///
+    /// What the device has already is not written again: a sequence that goes on costs a few words, also at another place
+    /// of the batch.
     ///
     /// # Errors
     /// [`CudaError::Unsupported`] when a list does not fit, or when the device is lost.
-    pub fn set_sequence(
-        &self,
-        sequence: usize,
-        processors: &Processors<'_>,
-        counted_path: usize,
+    pub fn set_sequences(
+        &mut self,
+        sequences: &[(Processors<'_>, usize)],
     ) -> Result<(), CudaError> {
-        let room = &self.room;
-        fits("sequences", sequence + 1, room.sequences)?;
-        let biases = processors.bias.entries();
-        fits("biased tokens", biases.len(), room.biases)?;
-        let words = sequence_words(processors, counted_path);
-        if words[11] & HAS_PENALTIES != 0 {
-            let entries = processors.counts.entries();
-            fits("different tokens", entries.len(), room.seen)?;
-            let tokens: Vec<u32> = entries.iter().map(|entry| entry.token).collect();
-            let counts: Vec<u32> = entries.iter().map(|entry| entry.generated).collect();
-            write_list(&self.seen_tokens, sequence * room.seen, &tokens)?;
-            write_list(&self.seen_counts, sequence * room.seen, &counts)?;
-        }
-        let tokens: Vec<u32> = biases.iter().map(|bias| bias.0).collect();
-        let values: Vec<f32> = biases.iter().map(|bias| bias.1).collect();
-        write_list(&self.bias_tokens, sequence * room.biases, &tokens)?;
-        write_list(&self.bias_values, sequence * room.biases, &values)?;
-        if words[11] & HAS_ALLOWED != 0 {
-            let mask = allowed_mask(processors, room.vocabulary);
-            let stride = room.vocabulary.div_ceil(32);
-            write_list(&self.allowed, sequence * stride, &mask)?;
-        }
-        self.sequences.write_at(sequence * SEQUENCE_WORDS, &words)
+        self.states.set(sequences)
     }
 
-    /// The tokens that can come after a row, from the next launch on; `None` for any.
+    /// The tokens that can come after a row; `None` for any.
     ///
     /// # Errors
     /// [`CudaError::Unsupported`] for a row beyond the room, or when the device is lost.
-    pub fn set_grammar(&self, row: usize, mask: Option<&TokenMask>) -> Result<(), CudaError> {
+    pub fn set_grammar(&mut self, row: usize, mask: Option<&TokenMask>) -> Result<(), CudaError> {
         fits("rows", row + 1, self.room.rows)?;
         if let Some(mask) = mask {
-            let stride = self.room.vocabulary.div_ceil(32);
-            self.grammar
-                .write_at(row * stride, &words_of(mask, stride))?;
+            self.grammar.set(row, mask)?;
         }
-        self.grammar_rows
-            .write_at(row, &[u32::from(mask.is_some())])
+        self.states.set_grammar_row(row, mask.is_some())
+    }
+
+    /// Hands what was set to the launches after this one. It goes behind all work in the stream and waits for none of it
+    /// but an earlier upload.
+    ///
+    /// # Errors
+    /// When the device is lost.
+    pub fn upload(&mut self) -> Result<(), CudaError> {
+        self.grammar.upload()?;
+        self.states.upload()
     }
 
     /// Chooses a token for every row.
@@ -195,6 +182,7 @@ impl Sampler {
                 rows.head.stride, room.logits_stride
             )));
         }
+        let lists = self.states.lists();
         Launch::new(&self.kernel)
             .grid(CLUSTER, rows.rows, 1)
             .block(THREADS)
@@ -213,16 +201,18 @@ impl Sampler {
             .arg(rows.first_row)
             .arg(rows.batch as u32)
             .arg(room.sequences as u32)
-            .arg(self.sequences.ptr())
-            .arg(self.bias_tokens.ptr())
-            .arg(self.bias_values.ptr())
+            .arg(lists.slots)
+            .arg(lists.sequences)
+            .arg(lists.bias_tokens)
+            .arg(lists.bias_values)
             .arg(room.biases as u32)
-            .arg(self.seen_tokens.ptr())
-            .arg(self.seen_counts.ptr())
+            .arg(lists.seen_tokens)
+            .arg(lists.seen_counts)
             .arg(room.seen as u32)
-            .arg(self.allowed.ptr())
-            .arg(room.vocabulary.div_ceil(32) as u32)
-            .arg(self.grammar_rows.ptr())
+            .arg(lists.allowed)
+            .arg(lists.early)
+            .arg(room.mask_words() as u32)
+            .arg(lists.grammar_rows)
             .arg(self.grammar.ptr())
             .arg(self.processed.ptr())
             .arg(rows.choices)
@@ -237,126 +227,5 @@ fn fits(what: &str, count: usize, room: usize) -> Result<(), CudaError> {
         false => Err(CudaError::Unsupported(format!(
             "{count} {what} to sample with: there is room for {room}"
         ))),
-    }
-}
-
-fn write_list<T: crate::DeviceValue>(
-    buffer: &DeviceBuffer<T>,
-    index: usize,
-    values: &[T],
-) -> Result<(), CudaError> {
-    match values {
-        // The memory at the index may be that of the next sequence, or none at all.
-        [] => Ok(()),
-        values => buffer.write_at(index, values),
-    }
-}
-
-/// The kernel's `Sampling`.
-fn sequence_words(processors: &Processors<'_>, counted_path: usize) -> [u32; SEQUENCE_WORDS] {
-    let params = processors.params;
-    let filters = Filters::new(params);
-    let penalties = Penalties::new(params);
-    let seed = params.seed.unwrap_or(0);
-    let constrained = processors.allowed.is_some() || !processors.banned.is_empty();
-    let mut flags = 0;
-    if constrained {
-        flags |= HAS_ALLOWED;
-    }
-    if !penalties.is_neutral() {
-        flags |= HAS_PENALTIES;
-    }
-    [
-        seed as u32,
-        (seed >> 32) as u32,
-        // -0 is greedy too.
-        (params.temperature + 0.0).to_bits(),
-        filters.top_k,
-        filters.top_p,
-        filters.min_p,
-        penalties.repetition.to_bits(),
-        penalties.presence.to_bits(),
-        penalties.frequency.to_bits(),
-        processors.bias.entries().len() as u32,
-        processors.counts.entries().len() as u32,
-        flags,
-        counted_path as u32,
-        0,
-        0,
-        0,
-    ]
-}
-
-/// Words of the allowed ids less the banned ones, for a whole vocabulary.
-fn allowed_mask(processors: &Processors<'_>, vocabulary: usize) -> Vec<u32> {
-    let words = vocabulary.div_ceil(32);
-    let mut mask = match processors.allowed {
-        Some(allowed) => TokenMask::from_words(words_of(allowed, words)),
-        None => TokenMask::all(vocabulary),
-    };
-    for &token in processors.banned {
-        mask.remove(token);
-    }
-    mask.words().to_vec()
-}
-
-/// Exactly `count` words: a mask holds no token beyond its own.
-fn words_of(mask: &TokenMask, count: usize) -> Vec<u32> {
-    let mut words = mask.words().to_vec();
-    words.resize(count, 0);
-    words
-}
-
-#[cfg(test)]
-mod tests {
-    use treespec_sampling::{KEEP_ALL, LogitBias, SamplingParams};
-
-    use super::*;
-
-    #[test]
-    fn memory_of_zeros_is_a_greedy_sequence() {
-        let params = SamplingParams::default();
-        let words = sequence_words(&Processors::new(&params), 0);
-        let one = 1f32.to_bits();
-        assert_eq!(
-            words,
-            [0, 0, 0, 0, 0, KEEP_ALL, one, 0, 0, 0, 0, 0, 0, 0, 0, 0]
-        );
-    }
-
-    #[test]
-    fn words_hold_the_parameters() {
-        let params = SamplingParams {
-            temperature: 0.5,
-            top_k: Some(40),
-            top_p: 0.5,
-            seed: Some(0x1234_5678_9ABC_DEF0),
-            presence_penalty: 1.0,
-            ..SamplingParams::default()
-        };
-        let bias = LogitBias::new([(3, 1.0)]).unwrap();
-        let processors = Processors {
-            bias: &bias,
-            banned: &[5],
-            ..Processors::new(&params)
-        };
-        let words = sequence_words(&processors, 1);
-        assert_eq!(words[..2], [0x9ABC_DEF0, 0x1234_5678]);
-        assert_eq!(words[2], 0.5f32.to_bits());
-        assert_eq!(words[3..5], [40, 1 << 31]);
-        assert_eq!(words[9..13], [1, 0, HAS_ALLOWED | HAS_PENALTIES, 1]);
-    }
-
-    #[test]
-    fn bans_are_taken_out_of_what_is_allowed() {
-        let params = SamplingParams::default();
-        let allowed = TokenMask::from_tokens(40, [1, 5, 39]);
-        let mut processors = Processors {
-            banned: &[5, 1000],
-            ..Processors::new(&params)
-        };
-        assert_eq!(allowed_mask(&processors, 70), [!(1 << 5), u32::MAX, 0x3F]);
-        processors.allowed = Some(&allowed);
-        assert_eq!(allowed_mask(&processors, 70), [1 << 1, 1 << 7, 0]);
     }
 }

@@ -6,8 +6,8 @@ use std::time::Instant;
 use treespec_checkpoint::{DrafterCheckpoint, TargetCheckpoint};
 use treespec_engine::{
     Backend, BlockTable, DraftShape, Drafter, DrafterOptions, EngineError, ForwardOutput,
-    HeadRequest, HeadRow, LoadProgress, PrefillMode, RowBatch, Speculated, SpeculativeStep,
-    Speculator, StepBatch, StepOutput, TargetSpec, VerifiedTree,
+    HeadRequest, HeadRow, LoadProgress, PrefillMode, RowBatch, RowChoices, Speculated,
+    SpeculativeStep, Speculator, StepBatch, StepOutput, TargetSpec, VerifiedTree,
 };
 use treespec_tree::Acceptance;
 
@@ -18,8 +18,8 @@ use crate::drafter::{CudaDrafter, DraftKey, read_draft};
 use crate::graph_cache::GraphCache;
 use crate::step_rows::StepRows;
 use crate::target::{
-    AcceptedBuffers, AcceptedHeads, CudaTarget, MOST_SEQUENCES, MOST_STEP_ROWS, wait_for_outcomes,
-    walked,
+    AcceptedBuffers, AcceptedHeads, AskedPath, CudaTarget, MOST_SEQUENCES, MOST_STEP_ROWS,
+    wait_for_outcomes, walked,
 };
 use crate::{Device, Graph};
 use stage_times::StageTimes;
@@ -72,7 +72,7 @@ impl CudaSpeculator {
         // Budgets that fill whole tiles; others are captured when they are first asked for.
         let trees = [15, 31, 63].map(|budget| DraftShape::Tree { budget });
         for shape in [DraftShape::Chain].into_iter().chain(trees) {
-            let key = DraftKey::of(shape, 1, speculator.drafter.spec(), 1);
+            let key = DraftKey::of(shape, false, 1, speculator.drafter.spec(), 1);
             speculator.graph(key, false)?;
         }
         Ok(speculator)
@@ -100,12 +100,13 @@ impl CudaSpeculator {
         let started = Instant::now();
         let longest = steps.iter().map(|step| step.committed).max().unwrap_or(0);
         let spec = self.drafter.spec();
-        let most = DraftKey::of(steps[0].shape, 1, spec, 0).rows;
-        let key = DraftKey::of(steps[0].shape, steps.len(), spec, longest + most);
-        let sampled = self
-            .target
-            .core
-            .prepare_sampling(steps.iter().map(|step| step.sampling))?;
+        let shape = steps[0].shape;
+        let most = DraftKey::of(shape, false, 1, spec, 0).rows;
+        let ranking = &self.drafter.core.ranking;
+        let coupled = steps.iter().any(|step| ranking.of(step.coupling).is_some());
+        let key = DraftKey::of(shape, coupled, steps.len(), spec, longest + most);
+        let choices = steps.iter().map(|step| step.sampling.map(RowChoices::from));
+        let sampled = self.target.core.prepare_sampling(choices, key.rows)?;
         self.graph(key, sampled)?;
         self.fill_inputs(key, steps)?;
         let outcome = self.run_graph(key, sampled, steps, started);
@@ -159,7 +160,7 @@ impl CudaSpeculator {
             speculated.push(Speculated {
                 tree,
                 verified: VerifiedTree {
-                    head: heads.of(sequence, &walked, steps[sequence].is_sampled()),
+                    head: heads.of(sequence, &walked, AskedPath::from(&steps[sequence]))?,
                     features: Vec::new(),
                     acceptance: Acceptance {
                         path: walked.path,
@@ -198,6 +199,7 @@ impl CudaSpeculator {
                 table: step.table.blocks(),
                 context_rows: context.rows,
                 context_table: context.table.blocks(),
+                ranking: self.drafter.core.ranking.of(step.coupling),
             });
         }
         self.inputs.fill(key.sequences, &inputs);
@@ -240,7 +242,7 @@ impl CudaSpeculator {
         steps
             .chunk_by(|a, b| a.shape == b.shape)
             .flat_map(|run| {
-                let rows = DraftKey::of(run[0].shape, 1, spec, 0).rows;
+                let rows = DraftKey::of(run[0].shape, false, 1, spec, 0).rows;
                 let fitting = (MOST_STEP_ROWS / rows).max(1);
                 let most = (1 << fitting.ilog2())
                     .min(self.drafter.core.most_sequences())
@@ -382,9 +384,9 @@ impl SpeculativeGraph {
         mark(0)?;
         let last = drafter.block_forward(&self.blocks, contexts)?;
         mark(1)?;
-        drafter.block_candidates(&self.blocks, last, self.key.candidates)?;
+        drafter.block_candidates(&self.blocks, last, self.key.selected)?;
         mark(2)?;
-        drafter.build_drafts(self.key, state, &self.rows, &self.records)?;
+        drafter.build_drafts(self.key, inputs, &self.rows, &self.records)?;
         mark(3)?;
 
         let choices = target.choose(&self.rows, state, true, self.sampled)?;

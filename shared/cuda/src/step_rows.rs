@@ -114,11 +114,7 @@ impl StepRows {
         committed: DevicePtr,
         variant: usize,
     ) -> RowArrays {
-        let (path_len, paths) = if self.has_paths {
-            (self.path_len.ptr(), self.paths.ptr())
-        } else {
-            (DevicePtr::NULL, DevicePtr::NULL)
-        };
+        let (path_len, paths) = self.paths();
         RowArrays {
             bucket: self.bucket,
             tokens: self.tokens.ptr(),
@@ -209,6 +205,14 @@ impl StepRows {
             path_len: self.path_len.ptr(),
             paths: self.paths.ptr(),
             tiles: self.tiles.ptr(),
+        }
+    }
+
+    /// Entries of a row's path and the path, as in [`RowArrays`]; null where every row sees those before it.
+    pub(crate) fn paths(&self) -> (DevicePtr, DevicePtr) {
+        match self.has_paths {
+            true => (self.path_len.ptr(), self.paths.ptr()),
+            false => (DevicePtr::NULL, DevicePtr::NULL),
         }
     }
 

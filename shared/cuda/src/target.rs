@@ -1,5 +1,6 @@
 //! The target on a GPU.
 
+mod forward;
 mod forward_groups;
 mod options;
 mod outcomes;
@@ -13,33 +14,32 @@ use std::time::Instant;
 use half::bf16;
 use treespec_checkpoint::{Architecture, DrafterCheckpoint, TargetCheckpoint, TargetConfig};
 use treespec_engine::{
-    BLOCK_TOKENS, Backend, BlockTable, EngineError, ForwardOutput, HeadRequest, HeadRow,
-    LoadProgress, PrefillMode, RowBatch, RowShape, SequenceRows, StepBatch, StepOutput, TargetSpec,
+    BLOCK_TOKENS, Backend, BlockTable, EngineError, ForwardOutput, HeadRow, LoadProgress,
+    PrefillMode, RowBatch, StepBatch, StepOutput, TargetSpec,
 };
 
 use crate::acceptance::AcceptanceKernels;
 use crate::activations::Activations;
 use crate::attention::AttentionKernels;
 use crate::batch_inputs::BatchInputs;
-use crate::decoder::{Decoder, DecoderShape, FinalRows, LayerKernels, Taps, Weights};
+use crate::decoder::{Decoder, DecoderShape, LayerKernels, Weights};
 use crate::features::FeatureProjection;
 use crate::graph_cache::GraphCache;
-use crate::head_pass::{HeadPass, error_from_row};
+use crate::head_pass::HeadPass;
 use crate::kv_cache::{AcceptedPaths, CompactionKernels, KvCache};
-use crate::linear::{LinearKernels, PrefillLinear};
+use crate::linear::LinearKernels;
 use crate::rotary::RotaryKernels;
-use crate::row_metadata::{RowArrays, RowBuffers, RowLimits};
+use crate::row_metadata::{RowBuffers, RowLimits};
 use crate::rows::RowKernels;
 use crate::vocabulary::Vocabulary;
-use crate::{CudaError, Device, DeviceBuffer, PackedRows, row_bucket};
+use crate::{Device, DeviceBuffer, PackedRows};
 use forward_groups::forward_groups;
 pub(crate) use options::{
     KERNEL_BUILD, MOST_FORWARD_ROWS, MOST_FORWARD_SEQUENCES, MOST_SEQUENCES, MOST_STEP_ROWS,
 };
-pub(crate) use outcomes::{AcceptedHeads, wait_for_outcomes, walked};
+pub(crate) use outcomes::{AcceptedHeads, AskedPath, wait_for_outcomes, walked};
 use prefill::Prefill;
 use step_sampler::StepSampler;
-use treespec_sampling::SamplingParams;
 use treespec_tree::MAX_BUDGET;
 pub(crate) use verify_graph::AcceptedBuffers;
 use verify_graph::{VerifyGraph, VerifyKey};
@@ -234,10 +234,9 @@ impl CudaTarget {
         &mut self,
         batch: &[treespec_engine::TreeRows<'_>],
     ) -> Result<Vec<treespec_engine::VerifiedTree>, EngineError> {
-        let sampled = self
-            .core
-            .prepare_sampling(batch.iter().map(|rows| rows.sampling))?;
-        let key = VerifyKey::of(batch, sampled);
+        let key = VerifyKey::of(batch);
+        self.core
+            .prepare_sampling(batch.iter().map(|rows| rows.sampling), key.stride())?;
         self.graph(key)?;
         let graph = self
             .graphs
@@ -248,190 +247,6 @@ impl CudaTarget {
             self.graphs.remove(&key);
         }
         outcome
-    }
-}
-
-impl TargetCore {
-    /// Embeds rows and runs all layers.
-    pub(crate) fn forward_rows(
-        &self,
-        rows: &RowArrays,
-        tap: bool,
-    ) -> Result<FinalRows, EngineError> {
-        let taps = self
-            .projection
-            .as_ref()
-            .filter(|_| tap)
-            .map(FeatureProjection::taps);
-        self.forward_in(&self.activations, rows, taps, None)
-    }
-
-    /// [`TargetCore::forward_rows`] in other buffers; `prefill` multiplies in place of the kernels.
-    fn forward_in(
-        &self,
-        activations: &Activations,
-        rows: &RowArrays,
-        taps: Option<&Taps>,
-        prefill: Option<&PrefillLinear>,
-    ) -> Result<FinalRows, EngineError> {
-        self.rows.embed(
-            rows.tokens,
-            self.head.vocabulary.embedding.ptr(),
-            self.spec.hidden_size,
-            activations.x.ptr(),
-            self.decoder.first_norm(),
-            activations.input(rows.bucket),
-            activations.parts.ptr(),
-        )?;
-        Ok(self.decoder.forward(
-            &self.kernels,
-            activations,
-            &self.kv,
-            |_| *rows,
-            taps,
-            prefill,
-        )?)
-    }
-
-    /// How the next steps choose: prepares the sampler when one of the sequences of a batch does not simply take the best
-    /// token. Returns whether it does.
-    pub(crate) fn prepare_sampling<'a>(
-        &mut self,
-        params: impl Iterator<Item = Option<&'a SamplingParams>> + Clone,
-    ) -> Result<bool, CudaError> {
-        if params.clone().flatten().all(SamplingParams::is_greedy) {
-            return Ok(false);
-        }
-        if self.sampler.is_none() {
-            let stride = self.head.logits().stride;
-            self.sampler = Some(StepSampler::new(
-                &self.device,
-                self.spec.vocab_size,
-                stride,
-            )?);
-        }
-        if let Some(sampler) = &mut self.sampler {
-            sampler.set(params)?;
-        }
-        Ok(true)
-    }
-
-    /// The input of the head after a forward of a row bucket.
-    pub(crate) fn final_input(&self, bucket: usize) -> PackedRows {
-        self.activations.input(bucket)
-    }
-
-    /// Rows of one forward.
-    fn most_forward_rows(&self) -> usize {
-        match self.prefill {
-            None => MOST_FORWARD_ROWS,
-            Some(_) => prefill::MOST_ROWS,
-        }
-    }
-
-    /// One forward of up to [`TargetCore::most_forward_rows`] rows.
-    fn forward_group(
-        &mut self,
-        group: &[SequenceRows<'_>],
-    ) -> Result<Vec<ForwardOutput>, EngineError> {
-        let count = group.iter().map(|s| s.tokens.len()).max().unwrap_or(1);
-        let longest = group.iter().map(|s| s.committed + s.tokens.len()).max();
-        let trees = group
-            .iter()
-            .any(|s| matches!(s.shape, RowShape::Tree { .. }));
-        let tile_rows =
-            self.kernels
-                .attention
-                .tile_rows(group.len(), count, longest.unwrap_or(1), trees);
-        let ragged = match &mut self.prefill {
-            None => &mut self.ragged,
-            Some(prefill) => &mut prefill.ragged,
-        };
-        let extent = ragged.fill(
-            &RowBatch {
-                sequences: group.to_vec(),
-            },
-            tile_rows,
-        )?;
-        ragged.upload(&self.rows, extent.paths)?;
-        let rows = ragged.arrays(extent);
-        let wants_features = group.iter().any(|s| s.features);
-        let own_taps = self.projection.as_ref().map(FeatureProjection::taps);
-        let (activations, taps, linear) = match &self.prefill {
-            None => (&self.activations, own_taps, None),
-            Some(prefill) => {
-                let linear = Some(&prefill.linear).filter(|_| Prefill::takes(group));
-                let taps = prefill.taps.as_ref().map(|(_, taps)| taps);
-                (&prefill.activations, taps, linear)
-            }
-        };
-        let taps = taps.filter(|_| wants_features);
-        let last = self.forward_in(activations, &rows, taps, linear)?;
-        let features = match (&self.projection, taps) {
-            (Some(projection), Some(taps)) => {
-                let count = group.iter().map(|s| s.tokens.len()).sum::<usize>();
-                let linear = &self.kernels.linear;
-                projection.read_tapped(linear, &self.rows, taps, rows.bucket, count)?
-            }
-            _ => Vec::new(),
-        };
-        let requests: Vec<(u32, HeadRequest)> = group
-            .iter()
-            .flat_map(|s| s.head)
-            .zip(0u32..)
-            .filter_map(|(request, row)| request.map(|request| (row, request)))
-            .collect();
-        let input = activations.input(rows.bucket);
-        let mut heads = self.heads(input, last, &requests)?.into_iter();
-        let width = self.spec.feature_size.unwrap_or(0);
-        let mut start = 0;
-        let outputs = group.iter().map(|sequence| {
-            let wanted = sequence.head.iter().flatten().count();
-            let end = start + sequence.tokens.len();
-            let output = ForwardOutput {
-                head: heads.by_ref().take(wanted).collect(),
-                features: if sequence.features {
-                    features[start * width..end * width].to_vec()
-                } else {
-                    Vec::new()
-                },
-            };
-            start = end;
-            output
-        });
-        let outputs = outputs.collect();
-        self.device.stream().synchronize()?;
-        Ok(outputs)
-    }
-
-    /// The head over the rows that ask for it.
-    fn heads(
-        &self,
-        rows: PackedRows,
-        last: FinalRows,
-        requests: &[(u32, HeadRequest)],
-    ) -> Result<Vec<HeadRow>, EngineError> {
-        let mut heads = Vec::with_capacity(requests.len());
-        for chunk in requests.chunks(MOST_STEP_ROWS) {
-            let bucket = row_bucket(chunk.len());
-            let mut sources: Vec<u32> = chunk.iter().map(|(row, _)| *row).collect();
-            sources.resize(bucket, u32::MAX);
-            self.head_rows.write(&sources)?;
-            let input = PackedRows::new(self.head_input.ptr(), self.spec.hidden_size, bucket);
-            let parts = (last.scale.parts, self.head_parts.ptr(), last.scale.count);
-            self.rows
-                .gather(self.head_rows.ptr(), rows, input, Some(parts))?;
-            let scale = crate::RowScale {
-                parts: self.head_parts.ptr(),
-                ..last.scale
-            };
-            self.head.run(&self.kernels.linear, input, Some(scale))?;
-            let wanted: Vec<HeadRequest> = chunk.iter().map(|(_, request)| *request).collect();
-            let base = heads.len();
-            let rows = self.head.read_rows(&wanted);
-            heads.extend(rows.map_err(|error| error_from_row(error, base))?);
-        }
-        Ok(heads)
     }
 }
 
@@ -450,18 +265,13 @@ impl Backend for CudaTarget {
                     "features of a target that was loaded without a drafter".into(),
                 ));
             }
-            if sequence.sampled().is_some() {
-                return Err(EngineError::InvalidBatch(
-                    "a forward on a GPU chooses the best token only: sample with a step".into(),
-                ));
-            }
         }
         let mut outputs = vec![ForwardOutput::default(); batch.sequences.len()];
         for group in forward_groups(&batch.sequences, core.most_forward_rows())? {
-            let (owners, rows): (Vec<usize>, Vec<SequenceRows<'_>>) = group.into_iter().unzip();
-            for (owner, output) in owners.into_iter().zip(core.forward_group(&rows)?) {
-                outputs[owner].head.extend(output.head);
-                outputs[owner].features.extend(output.features);
+            let parts = core.forward_group(&batch.sequences, &group)?;
+            for ((owner, _), output) in group.iter().zip(parts) {
+                outputs[*owner].head.extend(output.head);
+                outputs[*owner].features.extend(output.features);
             }
         }
         Ok(outputs)

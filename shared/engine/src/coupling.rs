@@ -14,7 +14,7 @@ use crate::HeadRow;
 /// Candidates of a depth that are ranked with noise: it seldom lifts one from further down.
 pub(crate) const RANKED_CANDIDATES: usize = 64;
 
-/// Least log-probability of a candidate: one that was never accepted keeps its place behind the others.
+/// Least probability of a candidate: one that was never accepted keeps its place behind the others.
 const LEAST_PROBABILITY: f32 = 1e-4;
 
 /// The ranking of one draft.
@@ -53,6 +53,11 @@ impl<'a> CoupledRanking<'a> {
 }
 
 impl CoupledRanking<'_> {
+    /// Log-probability of a candidate, from the share of those like it that were the target's token.
+    pub fn log_prob(share: f32) -> f32 {
+        share.max(LEAST_PROBABILITY).ln()
+    }
+
     /// Candidates for the token `depth + 1` positions behind the root, best first. `row` has its normaliser.
     pub fn candidates(&self, row: &HeadRow, depth: usize) -> Vec<Candidate> {
         let position = self.root_position.saturating_add(depth as u32 + 1);
@@ -70,7 +75,7 @@ impl CoupledRanking<'_> {
             None => -gap,
             Some((profile, ranks)) => {
                 let gaps = &ranks[rank.min(ranks.len() - 1)];
-                gaps[profile.gap(gap)].max(LEAST_PROBABILITY).ln()
+                Self::log_prob(gaps[profile.gap(gap)])
             }
         };
         let mut candidates: Vec<Candidate> = ranked

@@ -22,6 +22,7 @@ mod head_topk;
 mod kv_cache;
 mod prefill_mode;
 mod rotary;
+mod row_sampling;
 mod speculator;
 pub mod verification;
 
@@ -41,5 +42,6 @@ pub use head_topk::{HeadRow, ScoredToken};
 pub use kv_cache::{BLOCK_TOKENS, BlockId, BlockPool, BlockTable};
 pub use prefill_mode::{PrefillMode, UnknownPrefillMode};
 pub use rotary::inverse_frequencies;
+pub use row_sampling::RowSampling;
 pub use speculator::{Colocated, Speculated, SpeculativeStep, Speculator};
 pub use verification::{StepBatch, StepOutput, TreeRows, VerifiedTree, step_by_forward};

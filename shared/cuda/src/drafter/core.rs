@@ -9,6 +9,7 @@ use treespec_engine::{DraftContexts, DrafterSpec, EngineError};
 use super::MOST_BLOCK_ROWS;
 use crate::activations::Activations;
 use crate::attention::AttentionKernels;
+use crate::candidate_ranking::CandidateRanking;
 use crate::decoder::{Decoder, DecoderShape, FinalRows, LayerKernels, Weights};
 use crate::draft_tree::DraftTreeKernels;
 use crate::head_pass::HeadPass;
@@ -28,6 +29,7 @@ pub(crate) struct DraftCore {
     pub(crate) rows: RowKernels,
     pub(crate) trees: DraftTreeKernels,
     pub(crate) head: HeadPass,
+    pub(crate) ranking: CandidateRanking,
     pub(crate) blocks_per_context: usize,
     decoder: Decoder,
     kv: KvCache,
@@ -88,6 +90,11 @@ impl DraftCore {
             rows: RowKernels::load(device)?,
             trees: DraftTreeKernels::load(device)?,
             head: HeadPass::new(device, vocabulary, rows, crate::MOST_TOP)?,
+            ranking: CandidateRanking::load(
+                device,
+                drafter.coupling.as_ref(),
+                spec.block_size.saturating_sub(1),
+            )?,
             blocks_per_context: contexts.blocks_per_context(),
             kv: KvCache::new(device, shape.cache(contexts.num_blocks()))?,
             activations: Activations::new(device, shape, rows, decoder.most_parts())?,

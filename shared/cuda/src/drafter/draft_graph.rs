@@ -5,7 +5,7 @@ use treespec_tree::{MAX_BUDGET, TokenTree};
 
 use super::DraftCore;
 use crate::batch_inputs::{BatchInputs, sequence_bucket};
-use crate::draft_tree::{BatchState, DraftRecords};
+use crate::draft_tree::DraftRecords;
 use crate::step_rows::{RowKind, StepRows, context_bucket};
 use crate::{Graph, MOST_TOP};
 
@@ -19,6 +19,10 @@ pub(crate) struct DraftKey {
     pub(crate) depths: usize,
     /// Candidates per depth that can matter.
     pub(crate) candidates: usize,
+    /// Candidates per depth that the head selects: more where noise can lift one from further down.
+    pub(crate) selected: usize,
+    /// Whether some draft's candidates are ranked with noise.
+    pub(crate) coupled: bool,
     /// Rows of a finished draft, its root included.
     pub(crate) rows: usize,
     /// Positions that the attention is planned for.
@@ -26,9 +30,10 @@ pub(crate) struct DraftKey {
 }
 
 impl DraftKey {
-    /// For `sequences` drafts of a shape that see up to `longest` positions.
+    /// For `sequences` drafts of a shape that see up to `longest` positions; `coupled` when one of them is ranked with noise.
     pub(crate) fn of(
         shape: DraftShape,
+        coupled: bool,
         sequences: usize,
         spec: &DrafterSpec,
         longest: usize,
@@ -38,11 +43,18 @@ impl DraftKey {
             DraftShape::Tree { budget } => Some(budget.min(MAX_BUDGET)),
         };
         let depths = shape.depths(spec.block_size);
+        let candidates = shape.candidates_per_depth(spec.vocab_size).min(MOST_TOP);
+        let with_noise = shape.coupled_candidates_per_depth(spec.vocab_size);
         Self {
             sequences: sequence_bucket(sequences),
             budget,
             depths,
-            candidates: shape.candidates_per_depth(spec.vocab_size).min(MOST_TOP),
+            candidates,
+            selected: match coupled {
+                true => with_noise.min(MOST_TOP),
+                false => candidates,
+            },
+            coupled,
             rows: 1 + budget.unwrap_or(depths),
             longest: context_bucket(longest),
         }
@@ -107,9 +119,8 @@ impl DraftGraph {
         inputs.upload(&core.rows, self.key.sequences)?;
         let contexts = inputs.contexts(self.key.sequences);
         let last = core.block_forward(&self.blocks, contexts)?;
-        core.block_candidates(&self.blocks, last, self.key.candidates)?;
-        let state = inputs.state(self.key.sequences);
-        core.build_drafts(self.key, state, &self.rows, &self.records)
+        core.block_candidates(&self.blocks, last, self.key.selected)?;
+        core.build_drafts(self.key, inputs, &self.rows, &self.records)
     }
 
     /// Runs the drafts of the first `sequences` inputs.
@@ -145,13 +156,22 @@ impl DraftCore {
     pub(crate) fn build_drafts(
         &self,
         key: DraftKey,
-        state: BatchState,
+        inputs: &BatchInputs,
         rows: &StepRows,
         records: &DraftRecords,
     ) -> Result<(), EngineError> {
-        let candidates = self
-            .head
-            .candidates(self.spec.block_size, key.depths, key.candidates);
+        let state = inputs.state(key.sequences);
+        let block_size = self.spec.block_size;
+        if key.coupled {
+            self.ranking.rank(
+                key.sequences,
+                self.head.candidates(block_size, key.depths, key.selected),
+                key.candidates,
+                state.committed,
+                inputs.rankings(key.sequences),
+            )?;
+        }
+        let candidates = self.head.candidates(block_size, key.depths, key.candidates);
         match key.budget {
             None => self.trees.chain(
                 key.sequences,
@@ -187,6 +207,7 @@ mod tests {
             },
             shape,
             max_depth: 9,
+            coupling: None,
         };
         let tree = DraftShape::Tree { budget: 8 };
         let requests: Vec<DraftRequest> = [tree, tree, tree, DraftShape::Chain, tree]
@@ -205,13 +226,18 @@ mod tests {
             context_window: 2_048,
             num_layers: 4,
         };
-        let chain = DraftKey::of(DraftShape::Chain, 3, &spec, 900);
+        let chain = DraftKey::of(DraftShape::Chain, false, 3, &spec, 900);
         assert_eq!((chain.sequences, chain.rows, chain.depths), (4, 16, 15));
         assert_eq!((chain.candidates, chain.budget), (1, None));
         assert_eq!(chain.longest, 1_024);
-        let tree = DraftKey::of(DraftShape::Tree { budget: 300 }, 1, &spec, 1);
+        let tree = DraftKey::of(DraftShape::Tree { budget: 300 }, false, 1, &spec, 1);
         assert_eq!((tree.rows, tree.candidates), (256, 256));
-        let small = DraftKey::of(DraftShape::Tree { budget: 4 }, 1, &spec, 1);
+        let small = DraftKey::of(DraftShape::Tree { budget: 4 }, false, 1, &spec, 1);
         assert_eq!((small.rows, small.depths, small.candidates), (5, 4, 4));
+        assert_eq!((small.selected, chain.selected), (4, 1));
+        let coupled = DraftKey::of(DraftShape::Tree { budget: 4 }, true, 1, &spec, 1);
+        assert_eq!((coupled.candidates, coupled.selected), (4, 64));
+        let coupled = DraftKey::of(DraftShape::Tree { budget: 300 }, true, 1, &spec, 1);
+        assert_eq!((coupled.candidates, coupled.selected), (256, 256));
     }
 }

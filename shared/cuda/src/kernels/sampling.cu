@@ -3,15 +3,7 @@
 // A row is the work of one cluster of CLUSTER blocks, each with a range of the vocabulary. Everything that is added up is an
 // integer and everything else is a maximum, so neither the order of threads nor other rows can change a choice.
 
-#define CLUSTER 8
-#define THREADS 256
-// Logits that a block reads at a time: four per thread.
-#define STEP (THREADS * 4)
-#define GROUP 64
-#define MAX_PATH 64
-#define KEEP_ALL 0xFFFFFFFFu
-
-// How a sequence is sampled; `SequenceWords` on the Rust side.
+// How a sequence is sampled; `sequence_words` on the Rust side.
 struct __align__(16) Sampling {
     u32 seed_low;
     u32 seed_high;
@@ -25,37 +17,13 @@ struct __align__(16) Sampling {
     u32 bias_count;
     u32 seen_count;
     u32 flags;
-    u32 path_start;  // entries of a row's path that the list of seen tokens has already
-    u32 unused[3];
+    u32 path_start;   // entries of a row's path that the list of seen tokens has already
+    u32 early_until;  // positions below it take the early mask
+    u32 unused[2];
 };
 #define HAS_ALLOWED 1u
 #define HAS_PENALTIES 2u
-
-struct Shared {
-    // Mass by range of distance: counts, and three times 15 bits of the masses. Two, used in turn.
-    u32 ranges[2][4][256];
-    u64 warp_keys[THREADS / 32];
-    u64 cluster_keys[3];
-    u64 total;
-    u64 border_before;
-    u32 border_count;
-    u32 path_tokens[MAX_PATH];
-    u32 path_seen[MAX_PATH];
-};
-
-// What a block works on.
-struct Chunk {
-    const float* values;  // the row's logits, processed where they are
-    u32 begin;
-    u32 end;
-    u32 vocabulary;
-};
-
-// Logits relative to the best and divided by the temperature.
-struct Scale {
-    float best;
-    float temperature;
-};
+#define HAS_EARLY 4u
 
 struct Search {
     Scale scale;
@@ -69,108 +37,6 @@ struct Search {
     u64 key;             // best so far
 };
 
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-// All threads of the cluster; what they wrote to shared memory is visible after it.
-__device__ __forceinline__ void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
-
-// The address of `local` in the shared memory of another block of the cluster.
-__device__ __forceinline__ u32 address_in(const void* local, u32 rank) {
-    u32 remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"((u32)__cvta_generic_to_shared(local)), "r"(rank));
-    return remote;
-}
-
-__device__ __forceinline__ u32 remote_u32(const u32* local, u32 rank) {
-    u32 value;
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address_in(local, rank)) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ u64 remote_u64(const u64* local, u32 rank) {
-    u64 value;
-    asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(address_in(local, rank)) : "memory");
-    return value;
-}
-
-// Greater for the better score, and for the lower id among equals. 0 is no token. Not for NaN.
-__device__ __forceinline__ u64 choice_key(float score, u32 id) {
-    u32 bits = __float_as_uint(__fadd_rn(score, 0.0f));  // -0 is 0
-    bits ^= (bits >> 31) != 0 ? 0xFFFFFFFFu : 0x80000000u;
-    return ((u64)bits << 32) | (u32)~id;
-}
-
-__device__ __forceinline__ float key_score(u64 key) {
-    u32 bits = (u32)(key >> 32);
-    if (key == 0) return NEG_INF;
-    return __uint_as_float((bits >> 31) != 0 ? bits ^ 0x80000000u : ~bits);
-}
-
-__device__ __forceinline__ u32 key_id(u64 key) { return key == 0 ? NONE : ~(u32)key; }
-
-__device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
-
-__device__ __forceinline__ u64 block_max(u64 key, Shared& shared) {
-#pragma unroll
-    for (u32 step = 16; step > 0; step >>= 1) key = larger(key, __shfl_xor_sync(0xFFFFFFFFu, key, step));
-    if ((threadIdx.x & 31) == 0) shared.warp_keys[threadIdx.x >> 5] = key;
-    __syncthreads();
-    key = 0;
-#pragma unroll
-    for (u32 warp = 0; warp < THREADS / 32; warp++) key = larger(key, shared.warp_keys[warp]);
-    __syncthreads();
-    return key;
-}
-
-// Over the cluster; every thread gets it. A slot is used once per launch.
-__device__ __forceinline__ u64 cluster_max(u64 key, u32 slot, Shared& shared) {
-    key = block_max(key, shared);
-    if (threadIdx.x == 0) shared.cluster_keys[slot] = key;
-    cluster_barrier();
-    key = remote_u64(&shared.cluster_keys[slot], threadIdx.x & (CLUSTER - 1));
-#pragma unroll
-    for (u32 step = CLUSTER / 2; step > 0; step >>= 1) key = larger(key, __shfl_xor_sync(0xFFFFFFFFu, key, step));
-    return key;
-}
-
-// Four logits from `base`, a multiple of 4. Padding behind the vocabulary can never be chosen.
-__device__ __forceinline__ float4 load_quad(const Chunk& chunk, u32 base) {
-    float4 quad = *(const float4*)(chunk.values + base);
-    if (base + 3 >= chunk.vocabulary) {
-        if (base + 1 >= chunk.vocabulary) quad.y = NEG_INF;
-        if (base + 2 >= chunk.vocabulary) quad.z = NEG_INF;
-        quad.w = NEG_INF;
-    }
-    return quad;
-}
-
-__device__ __forceinline__ float pick(const float4& quad, u32 j) {
-    return j == 0 ? quad.x : j == 1 ? quad.y : j == 2 ? quad.z : quad.w;
-}
-
-// NaN is left out unless all are.
-__device__ __forceinline__ float quad_max(const float4& quad) { return fmaxf(fmaxf(quad.x, quad.y), fmaxf(quad.z, quad.w)); }
-
-__device__ __forceinline__ bool possible(float logit) { return logit > NEG_INF; }
-
-// Of a possible logit. Not `best - best`, which is NaN when the best is infinite.
-__device__ __forceinline__ float scaled(float logit, const Scale& scale) {
-    if (logit == scale.best) return 0.0f;
-    return __fdiv_rn(__fsub_rn(logit, scale.best), scale.temperature);
-}
-
-// How far below the best, in units of 2^-27.
-__device__ __forceinline__ u32 distance(float x) { return __float2uint_rz(fminf(__fmul_rn(-x, 134217728.0f), 4294967040.0f)); }
-
-__device__ __forceinline__ bool in_mask(const u32* words, u32 token) { return ((words[token >> 5] >> (token & 31)) & 1) != 0; }
-
 // ---- bias, bans, penalties -----------------------------------------------------------------------------------------
 
 struct EditLists {
@@ -178,7 +44,7 @@ struct EditLists {
     const float* bias_values;
     const u32* seen_tokens;
     const u32* seen_counts;
-    const u32* allowed;  // words of the sequence's mask
+    const u32* allowed;  // words of the mask for the row's position, or null
 };
 
 __device__ __forceinline__ float penalised(float logit, u32 generated, const Sampling& sampling) {
@@ -193,7 +59,7 @@ __device__ void process_chunk(const Chunk& chunk, float* out, const Sampling& sa
     u32 thread = threadIdx.x;
     for (u32 base = chunk.begin + thread * 4; base < chunk.end; base += STEP) {
         float4 quad = load_quad(chunk, base);
-        if (sampling.flags & HAS_ALLOWED) {
+        if (lists.allowed != 0) {
             // A quad lies within one word.
             u32 bits = lists.allowed[base >> 5] >> (base & 31);
             if (!(bits & 1)) quad.x = NEG_INF;
@@ -416,17 +282,20 @@ __device__ __forceinline__ void store_choice(u64 key, u32 row, const float* logi
 //
 // May be null: group_max f32 [rows][group_stride], the largest logit of each 64, NaN left out; row_of u32 [rows], which row of the
 // batch a row of logits is (the arrays from positions to path_len are indexed by it); seq_of_row (then row = sequence);
-// path (then rows have no path); grammar_rows u32 [rows], nonzero where a row has a mask in grammar u32 [rows][words];
-// choice_logits f32 [rows].
+// path (then the path of a row are the rows of its sequence up to it); first_row (then rows have no path); grammar_rows
+// u32 [rows], nonzero where a row has a mask in grammar u32 [rows][words]; choice_logits f32 [rows].
 //
 // path u16 [batch][64] and path_len as in the tree mode of attention, the first row of a sequence in first_row. Rows of a
-// sequence from `sequences` on get NONE. scratch f32 [rows][ld] is written for rows with bias, bans or penalties only.
+// sequence from `sequences` on get NONE. What belongs to a sequence lies at its slot, slots[sequence]: samplings and the lists
+// behind it, of which allowed and early u32 [slot][words] are there where the flags say so; early holds for positions below
+// early_until. scratch f32 [rows][ld] is written for rows with bias, bans or penalties only.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     sample_rows(const float* logits, u32 ld, u32 vocabulary, const float* group_max, u32 group_stride, const u32* row_of,
                 const u32* positions, const u32* seq_of_row, const u32* tokens, const u16* path, const u32* path_len,
-                const u32* first_row, u32 batch, u32 sequences, const Sampling* samplings, const u32* bias_tokens, const float* bias_values,
-                u32 bias_stride, const u32* seen_tokens, const u32* seen_counts, u32 seen_stride, const u32* allowed, u32 words,
-                const u32* grammar_rows, const u32* grammar, float* scratch, u32* choices, float* choice_logits) {
+                const u32* first_row, u32 batch, u32 sequences, const u32* slots, const Sampling* samplings, const u32* bias_tokens,
+                const float* bias_values, u32 bias_stride, const u32* seen_tokens, const u32* seen_counts, u32 seen_stride,
+                const u32* allowed, const u32* early, u32 words, const u32* grammar_rows, const u32* grammar, float* scratch,
+                u32* choices, float* choice_logits) {
     __shared__ Shared shared;
     pdl_launch();
     pdl_wait();
@@ -440,11 +309,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
         if (rank == 0) store_choice(0, row, row_logits, choices, choice_logits);
         return;
     }
-    const Sampling sampling = samplings[sequence];
+    u32 slot = slots[sequence];
+    const Sampling sampling = samplings[slot];
     // Here, because these loads and those of the parameters can then be under way together.
     u64 group = group_max != 0 ? best_group(group_max + (u64)row * group_stride, (vocabulary + GROUP - 1) / GROUP, shared) : 0;
     const u32* mask = grammar_rows != 0 && grammar_rows[row] != 0 ? grammar + (u64)row * words : 0;
-    bool edited = sampling.bias_count != 0 || sampling.flags != 0;
+    u32 position = positions[batch_row] + 1;
+    const u32* allowed_words = 0;
+    if ((sampling.flags & HAS_EARLY) && position < sampling.early_until)
+        allowed_words = early + (u64)slot * words;
+    else if (sampling.flags & HAS_ALLOWED)
+        allowed_words = allowed + (u64)slot * words;
+    bool edited = sampling.bias_count != 0 || allowed_words != 0 || (sampling.flags & HAS_PENALTIES) != 0;
     const float* row_groups = group_max != 0 && !edited ? group_max + (u64)row * group_stride : 0;
     bool greedy = sampling.temperature == 0.0f;
 
@@ -462,20 +338,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     Chunk chunk = {row_logits, min(rank * span, vocabulary), min((rank + 1) * span, vocabulary), vocabulary};
     if (edited) {
         u32 path_count = 0;
-        if (path != 0 && (sampling.flags & HAS_PENALTIES)) {
-            u32 length = min(path_len[batch_row], (u32)MAX_PATH);
+        if (first_row != 0 && (sampling.flags & HAS_PENALTIES)) {
+            u32 first = first_row[sequence];
+            u32 length = min(path != 0 ? path_len[batch_row] : batch_row - first + 1, (u32)MAX_PATH);
             path_count = length > sampling.path_start ? length - sampling.path_start : 0;
             if (thread < path_count) {
-                u32 node = path[(u64)batch_row * MAX_PATH + sampling.path_start + thread];
-                u32 at = first_row[sequence] + node;
+                u32 index = sampling.path_start + thread;
+                u32 at = first + (path != 0 ? path[(u64)batch_row * MAX_PATH + index] : index);
                 // A row of padding may have any path.
                 shared.path_tokens[thread] = at < batch ? tokens[at] : NONE;
                 shared.path_seen[thread] = 0;
             }
         }
-        EditLists lists = {bias_tokens + (u64)sequence * bias_stride, bias_values + (u64)sequence * bias_stride,
-                           seen_tokens + (u64)sequence * seen_stride, seen_counts + (u64)sequence * seen_stride,
-                           allowed + (u64)sequence * words};
+        EditLists lists = {bias_tokens + (u64)slot * bias_stride, bias_values + (u64)slot * bias_stride,
+                           seen_tokens + (u64)slot * seen_stride, seen_counts + (u64)slot * seen_stride,
+                           allowed_words};
         float* processed = scratch + (u64)row * ld;
         process_chunk(chunk, processed, sampling, lists, path_count, shared);
         chunk.values = processed;
@@ -493,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
         search.limit = KEEP_ALL;
         search.seed_low = sampling.seed_low;
         search.seed_high = sampling.seed_high;
-        search.position = positions[batch_row] + 1;
+        search.position = position;
         search.grammar = mask;
         search.key = 0;
         u32 turn = 0;
@@ -522,4 +399,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     if (rank == 0) store_choice(choice, row, row_logits, choices, choice_logits);
     // No block may leave while others read its shared memory.
     cluster_barrier();
+}
+
+// Changes single words: patches u32 [count][2] say where, counted from `words`, and what. No place is named twice.
+extern "C" __global__ void __launch_bounds__(THREADS) patch_words(const u32* patches, u32 count, u32* words) {
+    pdl_launch();
+    pdl_wait();
+    for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < count; i += gridDim.x * THREADS) {
+        uint2 patch = ((const uint2*)patches)[i];
+        words[patch.x] = patch.y;
+    }
 }

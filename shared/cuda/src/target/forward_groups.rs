@@ -34,6 +34,8 @@ pub(super) fn forward_groups<'a>(
                     committed: sequence.committed + start,
                     tokens: &sequence.tokens[start..end],
                     head: &sequence.head[start..end],
+                    // Counted from the first row of the whole sequence.
+                    sampling: None,
                     ..sequence.clone()
                 },
             ));

@@ -2,28 +2,33 @@
 
 use std::sync::Arc;
 
-use treespec_sampling::{Processors, SamplingParams};
+use treespec_engine::{EngineError, RowChoices};
+use treespec_sampling::{Processors, SamplingParams, TokenMask};
 
-use super::{MOST_SEQUENCES, MOST_STEP_ROWS};
+use super::{MOST_SEQUENCES, MOST_STEP_ROWS, TargetCore};
 use crate::acceptance::TargetChoices;
 use crate::head_select::HeadLogits;
 use crate::sampling::{SampledRows, Sampler, SamplerRoom};
 use crate::step_rows::StepRows;
 use crate::{CudaError, Device, DeviceBuffer, DevicePtr};
 
-/// A sampler with the parameters of the sequences of a batch by their place in it.
+/// Biased tokens of a sequence.
+const MOST_BIASES: usize = 1_024;
+
+/// A sampler with the rules of the sequences of a batch by their place in it.
 pub(crate) struct StepSampler {
     sampler: Sampler,
     tokens: DeviceBuffer<u32>,
     logits: DeviceBuffer<f32>,
-    params: Vec<SamplingParams>,
 }
 
 impl StepSampler {
-    /// For steps over heads of `vocabulary` rows; all sequences are greedy until told otherwise.
+    /// For steps over heads of `vocabulary` rows and sequences of up to `context_length` tokens; all sequences are greedy
+    /// until told otherwise.
     pub(super) fn new(
         device: &Arc<Device>,
         vocabulary: usize,
+        context_length: usize,
         logits_stride: usize,
     ) -> Result<Self, CudaError> {
         let room = SamplerRoom {
@@ -31,33 +36,39 @@ impl StepSampler {
             rows: MOST_STEP_ROWS,
             logits_stride,
             sequences: MOST_SEQUENCES,
-            biases: 0,
-            seen: 0,
+            biases: MOST_BIASES,
+            seen: vocabulary.min(context_length),
         };
         Ok(Self {
             sampler: Sampler::load(device, room)?,
             tokens: DeviceBuffer::zeroed(device, MOST_STEP_ROWS)?,
             logits: DeviceBuffer::zeroed(device, MOST_STEP_ROWS)?,
-            params: vec![SamplingParams::default(); MOST_SEQUENCES],
         })
     }
 
-    /// How the next steps choose for the sequences of a batch.
+    /// How the next step chooses for the sequences of a batch, of `stride` rows each. Whatever an earlier step left for
+    /// their places and rows is undone.
     pub(super) fn set<'a>(
         &mut self,
-        params: impl Iterator<Item = Option<&'a SamplingParams>>,
+        choices: impl Iterator<Item = Option<RowChoices<'a>>>,
+        stride: usize,
     ) -> Result<(), CudaError> {
-        let greedy = SamplingParams::default();
-        for (sequence, params) in params.enumerate() {
-            let params = params.unwrap_or(&greedy);
-            // An upload takes longer than a comparison, and parameters seldom change.
-            if self.params[sequence] != *params {
-                self.sampler
-                    .set_sequence(sequence, &Processors::new(params), 0)?;
-                self.params[sequence] = params.clone();
+        let best = SamplingParams::default();
+        let mut masks: [Option<&TokenMask>; MOST_STEP_ROWS] = [None; MOST_STEP_ROWS];
+        let mut sequences = Vec::with_capacity(MOST_SEQUENCES);
+        for choices in choices {
+            let choices = choices.unwrap_or_else(|| RowChoices::from(Processors::new(&best)));
+            let first = sequences.len() * stride;
+            for (mask, own) in masks.iter_mut().skip(first).zip(choices.grammar) {
+                *mask = Some(own);
             }
+            sequences.push((choices.processors, choices.counted_rows));
         }
-        Ok(())
+        self.sampler.set_sequences(&sequences)?;
+        for (row, mask) in masks.into_iter().enumerate() {
+            self.sampler.set_grammar(row, mask)?;
+        }
+        self.sampler.upload()
     }
 
     /// Chooses at every row.
@@ -67,6 +78,7 @@ impl StepSampler {
         rows: &StepRows,
     ) -> Result<TargetChoices, CudaError> {
         let count = rows.sequences * rows.stride;
+        let (path_len, path) = rows.paths();
         self.sampler.choose(SampledRows {
             rows: count,
             head,
@@ -74,10 +86,10 @@ impl StepSampler {
             batch: count,
             positions: rows.positions(),
             sequences: rows.seq_of_row(),
-            tokens: DevicePtr::NULL,
-            path: DevicePtr::NULL,
-            path_len: DevicePtr::NULL,
-            first_row: DevicePtr::NULL,
+            tokens: rows.verified().tokens,
+            path,
+            path_len,
+            first_row: rows.first_row(),
             choices: self.tokens.ptr(),
             choice_logits: self.logits.ptr(),
         })?;
@@ -88,5 +100,34 @@ impl StepSampler {
             logit_stride: 1,
             normaliser: DevicePtr::NULL,
         })
+    }
+}
+
+impl TargetCore {
+    /// How the next step chooses for the sequences of a batch, of `stride` rows each. Returns whether one of them does not
+    /// simply take the best token: only then there is anything to prepare.
+    pub(crate) fn prepare_sampling<'a>(
+        &mut self,
+        choices: impl Iterator<Item = Option<RowChoices<'a>>> + Clone,
+        stride: usize,
+    ) -> Result<bool, EngineError> {
+        if choices.clone().flatten().all(|choices| choices.is_argmax()) {
+            return Ok(false);
+        }
+        let sampler = match &mut self.sampler {
+            Some(sampler) => sampler,
+            none => none.insert(StepSampler::new(
+                &self.device,
+                self.spec.vocab_size,
+                self.spec.context_length,
+                self.head.logits().stride,
+            )?),
+        };
+        match sampler.set(choices, stride) {
+            Ok(()) => Ok(true),
+            // A list that does not fit is a matter of the request.
+            Err(CudaError::Unsupported(what)) => Err(EngineError::InvalidBatch(what)),
+            Err(error) => Err(error.into()),
+        }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use treespec_engine::{EngineError, HeadRequest, TreeRows, VerifiedTree};
 use treespec_tree::{Acceptance, TokenTree};
 
-use super::outcomes::{AcceptedHeads, wait_for_outcomes, walked};
+use super::outcomes::{AcceptedHeads, AskedPath, wait_for_outcomes, walked};
 use super::{MOST_SEQUENCES, MOST_STEP_ROWS, TargetCore};
 use crate::NONE;
 use crate::acceptance::{AcceptanceBuffers, MOST_PATH, TargetChoices};
@@ -42,16 +42,21 @@ impl VerifyKey {
     }
 
     /// The smallest graph that a batch fits.
-    pub(super) fn of(batch: &[TreeRows<'_>], sampled: bool) -> Self {
+    pub(super) fn of(batch: &[TreeRows<'_>]) -> Self {
         let nodes = batch.iter().map(|rows| rows.tree.len()).max().unwrap_or(1);
         let longest = batch.iter().map(|rows| rows.committed + rows.tree.len());
         Self {
             sequences: sequence_bucket(batch.len()),
             stride: stride(nodes),
             features: batch.iter().any(|rows| rows.features),
-            sampled,
+            sampled: batch.iter().any(TreeRows::is_sampled),
             longest: context_bucket(longest.max().unwrap_or(1)),
         }
+    }
+
+    /// Rows of a sequence.
+    pub(super) fn stride(&self) -> usize {
+        self.stride
     }
 }
 
@@ -281,7 +286,7 @@ impl VerifyGraph {
                 Vec::new()
             };
             verified.push(VerifiedTree {
-                head: heads.of(sequence, &walked, rows.is_sampled()),
+                head: heads.of(sequence, &walked, AskedPath::from(rows))?,
                 features,
                 acceptance: Acceptance {
                     path: walked.path,
@@ -302,6 +307,7 @@ impl VerifyGraph {
                 table: rows.table.blocks(),
                 context_rows: 0,
                 context_table: &[],
+                ranking: None,
             })
             .collect();
         core.inputs.fill(self.key.sequences, &inputs);
@@ -422,7 +428,7 @@ mod tests {
         let groups = groups(&trees);
         assert_eq!(groups.iter().map(|g| g.len()).sum::<usize>(), 80);
         for group in groups {
-            let key = VerifyKey::of(group, false);
+            let key = VerifyKey::of(group);
             assert!(key.sequences * key.stride <= MOST_STEP_ROWS, "{key:?}");
             assert!(key.sequences <= MOST_SEQUENCES);
         }

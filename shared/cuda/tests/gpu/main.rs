@@ -20,6 +20,7 @@ fn device() -> Option<Arc<Device>> {
 
 mod acceptance;
 mod attention;
+mod candidate_ranking;
 mod draft_tree;
 mod head_select;
 mod infrastructure;

@@ -17,6 +17,7 @@ const HEAD: HeadRequest = HeadRequest {
     top_k: 1,
     normaliser: true,
     gather: Some(7),
+    ..HeadRequest::ARGMAX
 };
 
 fn case(name: &str) -> PathBuf {

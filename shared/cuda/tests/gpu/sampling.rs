@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 mod batch;
 
-use batch::{Batch, GROUP, PATH, POISON, Uploaded, random_request};
+use batch::{Batch, GROUP, PATH, POISON, Uploaded, random_mask, random_request, tokens_of};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use treespec_cuda::{
@@ -126,13 +126,14 @@ fn a_choice_does_not_depend_on_other_rows() {
     };
     let mut rng = StdRng::seed_from_u64(23);
     let batch = Batch::random(&mut rng, 20_000, 64, true);
-    let sampler = batch.sampler(&device);
+    let mut sampler = batch.sampler(&device);
     let uploaded = Uploaded::new(&device, &batch);
     sampler.choose(uploaded.rows).unwrap();
     let together = uploaded.chosen(&batch);
     for row in [0usize, 1, 7, 30, 63] {
         // Alone: the same row of the batch as the only row of logits.
         sampler.set_grammar(0, batch.grammar[row].as_ref()).unwrap();
+        sampler.upload().unwrap();
         let batch_row = DeviceBuffer::from_slice(&device, &[row as u32]).unwrap();
         let groups = batch.vocabulary.div_ceil(GROUP);
         let alone = Uploaded::new(&device, &batch);
@@ -159,20 +160,34 @@ fn a_graph_reads_the_parameters_of_its_replay() {
     };
     let mut rng = StdRng::seed_from_u64(29);
     let mut batch = Batch::random(&mut rng, 5000, 10, true);
-    let sampler = batch.sampler(&device);
+    let mut sampler = batch.sampler(&device);
     let uploaded = Uploaded::new(&device, &batch);
     let graph = Graph::capture(&device, || sampler.choose(uploaded.rows)).unwrap();
-    for _ in 0..3 {
+    for replay in 0..12 {
         graph.launch().unwrap();
         device.synchronize().unwrap();
-        assert_eq!(uploaded.chosen(&batch), batch.expected());
-        for (index, request) in batch.requests.iter_mut().enumerate() {
-            *request = random_request(&mut rng, batch.vocabulary);
-            let processors = request.processors();
-            sampler
-                .set_sequence(index, &processors, request.counted_path)
-                .unwrap();
+        assert_eq!(
+            uploaded.chosen(&batch),
+            batch.expected(),
+            "replay {replay}, {:?}",
+            batch.requests.iter().map(|r| &r.params).collect::<Vec<_>>()
+        );
+        // Sequences change places, most of them go on, some make room for others.
+        batch.requests.rotate_left(replay % 3);
+        for request in &mut batch.requests {
+            match rng.random_bool(0.7) {
+                true => request.go_on(&tokens_of(&mut rng, batch.vocabulary, replay)),
+                false => *request = random_request(&mut rng, batch.vocabulary),
+            }
         }
+        sampler.set_sequences(&batch.processors()).unwrap();
+        for (row, mask) in batch.grammar.iter_mut().enumerate() {
+            if rng.random_bool(0.3) {
+                *mask = random_mask(&mut rng, batch.vocabulary);
+                sampler.set_grammar(row, mask.as_ref()).unwrap();
+            }
+        }
+        sampler.upload().unwrap();
     }
 }
 
@@ -210,7 +225,7 @@ fn what_does_not_fit_is_refused() {
     };
     let mut rng = StdRng::seed_from_u64(37);
     let batch = Batch::random(&mut rng, 100, 4, true);
-    let sampler = batch.sampler(&device);
+    let mut sampler = batch.sampler(&device);
     let bias = LogitBias::new((0..33).map(|token| (token, 1.0))).unwrap();
     let processors = Processors {
         bias: &bias,
@@ -222,8 +237,8 @@ fn what_does_not_fit_is_refused() {
             "{result:?}"
         );
     };
-    refused(sampler.set_sequence(0, &processors, 0));
-    refused(sampler.set_sequence(2, &batch.requests[0].processors(), 0));
+    refused(sampler.set_sequences(&[(processors, 0)]));
+    refused(sampler.set_sequences(&[(batch.requests[0].processors(), 0); 3]));
     refused(sampler.set_grammar(4, None));
     let uploaded = Uploaded::new(&device, &batch);
     refused(sampler.choose(SampledRows {

@@ -13,13 +13,13 @@ use self::layout::Layout;
 use super::decoder::{DecoderLayer, LayerRows, LayerShape, Scratch};
 use super::embedding::VocabularyWeights;
 use super::kernels::{
-    AttentionShape, Epilogue, HeadPass, KvLayer, NormWeights, PackedLinear, Packer, RowSampling,
+    AttentionShape, Epilogue, HeadPass, KvLayer, NormWeights, PackedLinear, Packer,
 };
 use super::{CpuOptions, Executor, Pass, Precision};
 use crate::backend::{Backend, ForwardOutput, LoadProgress, TargetSpec};
 use crate::batch::{HeadRequest, RowBatch};
 use crate::kv_cache::{BLOCK_TOKENS, BlockTable};
-use crate::{EngineError, HeadRow};
+use crate::{EngineError, HeadRow, RowSampling};
 
 /// How to load a target.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -7,7 +7,9 @@ use rand::rngs::StdRng;
 use treespec_cuda::{
     Device, DeviceBuffer, DevicePtr, HeadLogits, SampledRows, Sampler, SamplerRoom,
 };
-use treespec_sampling::{LogitBias, Processors, SamplingParams, TokenCounts, TokenMask, sample};
+use treespec_sampling::{
+    EarlyBans, LogitBias, Processors, SamplingParams, TokenCounts, TokenMask, sample,
+};
 
 /// How one sequence is sampled.
 pub(super) struct Request {
@@ -15,6 +17,7 @@ pub(super) struct Request {
     bias: LogitBias,
     allowed: Option<TokenMask>,
     banned: Vec<u32>,
+    early: EarlyBans,
     counts: TokenCounts,
     pub(super) counted_path: usize,
 }
@@ -26,6 +29,7 @@ impl Request {
             bias: LogitBias::none(),
             allowed: None,
             banned: Vec::new(),
+            early: EarlyBans::none(),
             counts: TokenCounts::none(),
             counted_path: 0,
         }
@@ -36,9 +40,15 @@ impl Request {
             bias: &self.bias,
             allowed: self.allowed.as_ref(),
             banned: &self.banned,
+            early: &self.early,
             counts: &self.counts,
             ..Processors::new(&self.params)
         }
+    }
+
+    /// A step of the sequence: some tokens more.
+    pub(super) fn go_on(&mut self, tokens: &[u32]) {
+        tokens.iter().for_each(|&token| self.counts.push(token));
     }
 }
 
@@ -46,7 +56,7 @@ fn one_of<T: Copy>(rng: &mut StdRng, values: &[T]) -> T {
     values[rng.random_range(0..values.len())]
 }
 
-fn tokens_of(rng: &mut StdRng, vocabulary: usize, count: usize) -> Vec<u32> {
+pub(super) fn tokens_of(rng: &mut StdRng, vocabulary: usize, count: usize) -> Vec<u32> {
     // A few ids outside the vocabulary: they must do nothing.
     let any = |_| rng.random_range(0..vocabulary as u32 + 3);
     (0..count).map(any).collect()
@@ -91,12 +101,27 @@ pub(super) fn random_request(rng: &mut StdRng, vocabulary: usize) -> Request {
     if !often(rng) {
         request.banned = tokens_of(rng, vocabulary, 40);
     }
+    if !often(rng) {
+        // Rows of one sequence are on both sides of the border.
+        request.early = EarlyBans {
+            tokens: tokens_of(rng, vocabulary, 60),
+            until: one_of(rng, &[1 << 19, 1 << 19, 0, u32::MAX]),
+        };
+    }
     request.counts = TokenCounts::from_prompt(&tokens_of(rng, vocabulary, 100));
     for token in tokens_of(rng, vocabulary, 100) {
         request.counts.push(token);
     }
     request.counted_path = rng.random_range(0..3);
     request
+}
+
+/// Mostly none.
+pub(super) fn random_mask(rng: &mut StdRng, vocabulary: usize) -> Option<TokenMask> {
+    let count = one_of(rng, &[0, 1, 30, 2000, 20_000]);
+    let tokens = tokens_of(rng, vocabulary, count);
+    rng.random_bool(0.3)
+        .then(|| TokenMask::from_tokens(vocabulary, tokens))
 }
 
 /// Rows of two per sequence, each with a path through its sequence's rows.
@@ -112,6 +137,8 @@ pub(super) struct Batch {
     pub(super) tokens: Vec<u32>,
     pub(super) path: Vec<u16>,
     pub(super) path_len: Vec<u32>,
+    /// The path of a row are the rows of its sequence up to it, not what `path` says.
+    as_chain: bool,
     pub(super) grammar: Vec<Option<TokenMask>>,
 }
 
@@ -156,14 +183,8 @@ impl Batch {
             tokens: (0..rows).map(|_| rng.random_range(0..20)).collect(),
             path: (0..rows * PATH).map(|_| rng.random_range(0..2)).collect(),
             path_len: (0..rows).map(|_| rng.random_range(1..=64)).collect(),
-            grammar: (0..rows)
-                .map(|_| {
-                    let count = one_of(rng, &[0, 1, 30, 2000, 20_000]);
-                    let tokens = tokens_of(rng, vocabulary, count);
-                    rng.random_bool(0.3)
-                        .then(|| TokenMask::from_tokens(vocabulary, tokens))
-                })
-                .collect(),
+            as_chain: rng.random(),
+            grammar: (0..rows).map(|_| random_mask(rng, vocabulary)).collect(),
             sequences,
             logits,
         }
@@ -174,7 +195,11 @@ impl Batch {
         let choose = |row: usize| {
             let request = &self.requests[self.sequences[row] as usize];
             let first = self.sequences[row] as usize * 2;
-            let nodes = &self.path[row * PATH..][..(self.path_len[row] as usize).min(PATH)];
+            let chain: Vec<u16> = (0..=(row - first) as u16).collect();
+            let nodes = match self.as_chain {
+                true => &chain[..],
+                false => &self.path[row * PATH..][..(self.path_len[row] as usize).min(PATH)],
+            };
             // With an odd number of rows the last sequence has one.
             let path: Vec<u32> = nodes
                 .iter()
@@ -195,6 +220,14 @@ impl Batch {
         (0..self.rows).map(choose).collect()
     }
 
+    /// What the sampler is told of the sequences.
+    pub(super) fn processors(&self) -> Vec<(Processors<'_>, usize)> {
+        let requests = self.requests.iter();
+        requests
+            .map(|request| (request.processors(), request.counted_path))
+            .collect()
+    }
+
     pub(super) fn sampler(&self, device: &Arc<Device>) -> Sampler {
         let room = SamplerRoom {
             vocabulary: self.vocabulary,
@@ -202,18 +235,14 @@ impl Batch {
             logits_stride: self.stride,
             sequences: self.requests.len(),
             biases: 32,
-            seen: 256,
+            seen: 512,
         };
-        let sampler = Sampler::load(device, room).unwrap();
-        for (index, request) in self.requests.iter().enumerate() {
-            let processors = request.processors();
-            sampler
-                .set_sequence(index, &processors, request.counted_path)
-                .unwrap();
-        }
+        let mut sampler = Sampler::load(device, room).unwrap();
+        sampler.set_sequences(&self.processors()).unwrap();
         for (row, mask) in self.grammar.iter().enumerate() {
             sampler.set_grammar(row, mask.as_ref()).unwrap();
         }
+        sampler.upload().unwrap();
         sampler
     }
 }
@@ -265,7 +294,10 @@ impl Uploaded {
             positions: words[0].ptr(),
             sequences: words[1].ptr(),
             tokens: words[2].ptr(),
-            path: path.ptr(),
+            path: match batch.as_chain {
+                true => DevicePtr::NULL,
+                false => path.ptr(),
+            },
             path_len: words[3].ptr(),
             first_row: words[4].ptr(),
             choices: choices.ptr(),

@@ -9,10 +9,11 @@ use super::linear_output::Output;
 use super::packed::PackedLinear;
 use super::panel::PANEL;
 use super::pool::ThreadPool;
-use super::sampling::{RowSampling, SampledRows};
+use super::sampling::SampledRows;
 use super::{Isa, dispatch};
 use crate::batch::HeadRequest;
 use crate::head_topk::{HeadRow, TopK, log_normaliser};
+use crate::row_sampling::RowSampling;
 
 /// Panels of one vocabulary chunk. Chunks are absolute, so sums over them do not depend on the threads.
 const CHUNK_PANELS: usize = 32;

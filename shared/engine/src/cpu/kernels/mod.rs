@@ -33,7 +33,6 @@ pub(crate) use linear_output::Epilogue;
 pub(crate) use packed::{PackedLinear, Packer};
 pub(crate) use pointwise::{Heads, NormWeights, RotaryRows, rms_norm, rotate};
 pub(crate) use pool::ThreadPool;
-pub(crate) use sampling::RowSampling;
 
 use super::{PackedWeights, Precision};
 use isa::{dispatch, dispatch_bf16, dispatch_integer};

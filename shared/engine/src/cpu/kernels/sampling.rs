@@ -1,49 +1,13 @@
 //! The choice of tokens from dense logits: `treespec_sampling::sample`, compiled for the processor at hand.
 
-use treespec_sampling::{Choice, Processors, distribution, rank, sample};
+use treespec_sampling::{Choice, Processors, sample};
 
 use super::lanes::Lanes;
 use super::pool::ThreadPool;
 use super::{Isa, SharedMut, dispatch};
-use crate::batch::{HeadRequest, SequenceRows};
-use crate::head_topk::{HeadRow, ScoredToken, TopK};
-
-/// How a row of the head pass chooses a token.
-#[derive(Debug, Clone)]
-pub(crate) struct RowSampling<'a> {
-    /// Without path, which is beside them.
-    processors: Processors<'a>,
-    path: Vec<u32>,
-    /// Absolute position of the token to choose: one behind the row's own.
-    position: u32,
-}
-
-impl<'a> RowSampling<'a> {
-    /// Of a row of a sequence; `None` when it takes the best token.
-    pub(crate) fn of(sequence: &'a SequenceRows<'_>, row: usize) -> Option<Self> {
-        let choices = sequence.sampled()?;
-        let processors = Processors {
-            grammar: choices.grammar.get(row),
-            ..choices.processors
-        };
-        let path = match processors.has_penalties() {
-            true => sequence.path(row, choices.counted_rows),
-            false => Vec::new(),
-        };
-        Some(Self {
-            processors,
-            path,
-            position: sequence.position(row) as u32 + 1,
-        })
-    }
-
-    fn processors(&self) -> Processors<'_> {
-        Processors {
-            path: &self.path,
-            ..self.processors
-        }
-    }
-}
+use crate::batch::HeadRequest;
+use crate::head_topk::HeadRow;
+use crate::row_sampling::RowSampling;
 
 /// The logits of the rows of a sweep that are sampled. They are kept whole, since filters and noise are relative to the
 /// best of the vocabulary; threads fill in chunks as they come.
@@ -113,55 +77,12 @@ impl<'a> SampledRows<'a> {
                         shared.part(row, 1),
                     )
                 };
-                decide(isa, logits, sampling, &requests[row], &mut result[0]);
+                let sample = |logits: &mut [f32], processors: &Processors<'_>, position: u32| {
+                    choose(isa, logits, processors, position)
+                };
+                sampling.decide(logits, &requests[row], sample, &mut result[0]);
             }
         });
-    }
-}
-
-/// Chooses a row's token from its logits, which are changed.
-fn decide(
-    isa: Isa,
-    logits: &mut [f32],
-    sampling: &RowSampling<'_>,
-    request: &HeadRequest,
-    result: &mut HeadRow,
-) {
-    let processors = &sampling.processors();
-    let asked = request.rank || request.processed;
-    let unprocessed = asked.then(|| logits.to_vec());
-    let choice = choose(isa, logits, processors, sampling.position);
-    result.chosen = choice.map(|choice| ScoredToken {
-        token: choice.token,
-        score: choice.logit,
-    });
-    let (Some(choice), Some(mut logits)) = (choice, unprocessed) else {
-        return;
-    };
-    if request.processed {
-        distribution(&mut logits, processors, sampling.position);
-        describe(&logits, choice.token, request, result);
-    }
-    if request.rank {
-        result.rank = Some(rank(&logits, choice.token));
-    }
-}
-
-/// Top tokens, normaliser and chosen token of a distribution.
-fn describe(logits: &[f32], chosen: u32, request: &HeadRequest, result: &mut HeadRow) {
-    let mut top = TopK::new(request.top_k);
-    (0u32..)
-        .zip(logits)
-        .for_each(|(token, &logit)| top.push(token, logit));
-    result.top = TopK::merge(request.top_k, [top]);
-    result.chosen = Some(ScoredToken {
-        token: chosen,
-        score: logits[chosen as usize],
-    });
-    if request.normaliser {
-        let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let mass: f64 = logits.iter().map(|&l| f64::from(l - best).exp()).sum();
-        result.log_normaliser = best + mass.ln() as f32;
     }
 }
 
@@ -189,11 +110,11 @@ unsafe fn choose_lanes<L: Lanes>(
 
 #[cfg(test)]
 mod tests {
-    use treespec_sampling::SamplingParams;
+    use treespec_sampling::{SamplingParams, rank};
 
     use super::*;
     use crate::Precision;
-    use crate::batch::HeadRequest;
+    use crate::batch::RowChoices;
     use crate::cpu::kernels::{HeadPass, HeadScratch, InputScratch, Packer, select};
 
     /// Over several chunks, the last of them not whole.
@@ -233,6 +154,11 @@ mod tests {
         all
     }
 
+    fn sampling(params: &SamplingParams, position: u32) -> RowSampling<'_> {
+        let choices = RowChoices::from(Processors::new(params));
+        RowSampling::new(choices, 0, position, Vec::new)
+    }
+
     fn dense(row: &crate::HeadRow) -> Vec<f32> {
         let mut logits = vec![f32::NAN; VOCABULARY];
         for scored in &row.top {
@@ -264,11 +190,7 @@ mod tests {
             .map(|row| {
                 let params = &params[row % params.len()];
                 let position = 1_000 + (row / 3) as u32;
-                (row % 7 != 3).then_some(RowSampling {
-                    processors: Processors::new(params),
-                    path: Vec::new(),
-                    position,
-                })
+                (row % 7 != 3).then(|| sampling(params, position))
             })
             .collect();
         let (mut input, mut scratch) = (InputScratch::default(), HeadScratch::default());
@@ -289,7 +211,7 @@ mod tests {
                 assert_eq!(rows.len(), ROWS);
                 for (row, (got, all)) in rows.iter().zip(&all).enumerate() {
                     let expected = sampling[row].as_ref().and_then(|sampling| {
-                        sample(&mut dense(all), &sampling.processors(), sampling.position)
+                        sample(&mut dense(all), &sampling.processors(), sampling.position())
                     });
                     let expected_rank = expected.map(|choice| rank(&dense(all), choice.token));
                     assert_eq!(got.rank, expected_rank);
@@ -309,11 +231,7 @@ mod tests {
     #[test]
     fn a_row_without_a_number_has_no_choice() {
         let params = &all_params()[5];
-        let sampling = [Some(RowSampling {
-            processors: Processors::new(params),
-            path: Vec::new(),
-            position: 3,
-        })];
+        let sampling = [Some(sampling(params, 3))];
         let mut scratch = Vec::new();
         let rows = SampledRows::new(&sampling, &mut scratch, 40);
         // SAFETY: one thread.
@@ -331,59 +249,6 @@ mod tests {
             gathered: None,
             chosen: None,
             rank: None,
-        }
-    }
-
-    #[test]
-    fn processed_rows_describe_what_the_token_is_drawn_from() {
-        let params = SamplingParams {
-            temperature: 0.5,
-            top_k: Some(3),
-            seed: Some(5),
-            ..SamplingParams::default()
-        };
-        let logits = [0.0, 1.0, 3.0, 2.5, 2.0, -1.0];
-        let request = HeadRequest {
-            top_k: 4,
-            normaliser: true,
-            rank: true,
-            processed: true,
-            ..HeadRequest::ARGMAX
-        };
-        for position in 0..50 {
-            let sampling = RowSampling {
-                processors: Processors::new(&params),
-                path: Vec::new(),
-                position,
-            };
-            let mut row = empty_row();
-            decide(
-                Isa::Portable,
-                &mut logits.clone(),
-                &sampling,
-                &request,
-                &mut row,
-            );
-            let tokens: Vec<u32> = row.top.iter().map(|scored| scored.token).collect();
-            assert_eq!(tokens, [2, 3, 4]);
-            let probabilities: Vec<f32> =
-                (0..3).map(|at| row.log_prob(at).unwrap().exp()).collect();
-            let mass = 1.0 + (-1f32).exp() + (-2f32).exp();
-            for (at, p) in probabilities.iter().enumerate() {
-                assert!(
-                    (p - (-(at as f32)).exp() / mass).abs() < 1e-6,
-                    "{probabilities:?}"
-                );
-            }
-            let chosen = row.chosen.unwrap();
-            let at = tokens
-                .iter()
-                .position(|&token| token == chosen.token)
-                .unwrap();
-            assert_eq!(
-                (row.rank, chosen.score),
-                (Some(1 + at as u32), row.top[at].score)
-            );
         }
     }
 }
