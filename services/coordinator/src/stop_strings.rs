@@ -40,8 +40,9 @@ impl StopStrings {
     /// at the same place; with `may_stop` false it passes as text.
     pub(crate) fn push(&mut self, piece: &str, may_stop: bool) -> Scan {
         let mut text = std::mem::take(&mut self.held);
+        let held = text.len();
         text.push_str(piece);
-        if may_stop && let Some((start, string)) = self.first_match(&text) {
+        if may_stop && let Some((start, string)) = self.first_match(&text, held) {
             let string = string.to_owned();
             let end = start + string.len();
             text.truncate(if self.include { end } else { start });
@@ -62,11 +63,14 @@ impl StopStrings {
         std::mem::take(&mut self.held)
     }
 
-    fn first_match(&self, text: &str) -> Option<(usize, &str)> {
-        let matches = self
-            .strings
-            .iter()
-            .filter_map(|string| Some((text.find(string.as_str())?, string.as_str())));
+    /// The string that is complete first among those that are not complete in the first `before` bytes of the text.
+    fn first_match(&self, text: &str, before: usize) -> Option<(usize, &str)> {
+        let matches = self.strings.iter().filter_map(|string| {
+            let earliest = (before + 1).saturating_sub(string.len());
+            let from = (earliest..=text.len()).find(|&start| text.is_char_boundary(start))?;
+            let start = from + text[from..].find(string.as_str())?;
+            Some((start, string.as_str()))
+        });
         matches.min_by_key(|(start, string)| (start + string.len(), *start))
     }
 
@@ -147,6 +151,13 @@ mod tests {
             (scan.text.as_str(), scan.stopped.as_deref()),
             ("", Some("aa"))
         );
+    }
+
+    #[test]
+    fn a_match_that_passed_is_not_found_again_in_text_that_is_held() {
+        let mut stops = StopStrings::new(strings(&["a", "aab"]), false);
+        assert_eq!(stops.push("aa", false).text, "");
+        assert_eq!(stops.push("b", true).stopped.as_deref(), Some("aab"));
     }
 
     /// The definition: the shortest beginning of the text that ends with a stop string.

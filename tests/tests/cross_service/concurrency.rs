@@ -50,6 +50,7 @@ async fn six_requests_of_different_modes_and_prompts_answer_as_alone() {
 fn comparable(answer: &Answer) -> Answer {
     Answer {
         request_id: String::new(),
+        seed: 0,
         stats: Default::default(),
         ..answer.clone()
     }
