@@ -243,6 +243,5 @@ async fn a_hundred_answers_at_temperature_one_parse_and_validate() {
         tokens += answer.token_ids.len() - 1;
         steps += answer.stats.steps as usize;
     }
-    println!("{:.2} tokens per step", tokens as f64 / steps as f64);
     assert!(tokens > 2 * steps, "{tokens} tokens in {steps} steps");
 }
