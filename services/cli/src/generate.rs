@@ -21,19 +21,19 @@ pub(crate) struct GenerateArgs {
     pub prompt: PromptArgs,
     #[command(flatten)]
     pub generation: GenerationArgs,
-    /// Log-probability of every generated token with the K most probable alternatives (0..20)
-    #[arg(long, value_name = "K")]
+    /// Log-probability of every generated token with the K most probable alternatives (0..20), in the JSON object
+    #[arg(long, value_name = "K", requires = "json")]
     pub logprobs: Option<u32>,
-    /// Log-probability of every prompt token given the tokens before it
-    #[arg(long)]
+    /// Log-probability of every prompt token given the tokens before it, in the JSON object
+    #[arg(long, requires = "json")]
     pub prompt_logprobs: bool,
     /// Log-probabilities of the distribution that tokens are drawn from, not of the model's own
     #[arg(long, requires = "logprobs")]
     pub processed_logprobs: bool,
     /// So many answers, each with a seed of its own
     #[arg(long, default_value_t = 1, value_name = "N")]
-    pub choices: u32,
-    /// Print one JSON object instead of streaming text, with several choices a list of them
+    pub answers: u32,
+    /// Print one JSON object instead of streaming text, with several answers a list of them
     #[arg(long)]
     pub json: bool,
     #[command(flatten)]
@@ -104,7 +104,7 @@ pub(crate) async fn run(args: GenerateArgs) -> Result<()> {
             .then_some(proto::LogprobKind::Processed.into()),
     };
     let mut request = args.generation.request(&args.prompt, output)?;
-    request.choices = Some(args.choices);
+    request.choices = Some(args.answers);
     let answers = args
         .connection
         .run(async |endpoint| {
@@ -124,14 +124,17 @@ pub(crate) async fn run(args: GenerateArgs) -> Result<()> {
             }
         };
     }
-    // The first was printed as it came.
-    for (choice, answer) in answers.iter().enumerate().skip(1) {
-        stderr::print(&format!("\n    choice {choice}\n"));
-        stdout::print(&answer.text)?;
-        stdout::print("\n")?;
-    }
-    for answer in &answers {
-        let summary = summary::render(answer, &mode_name(&args.generation));
+    let count = answers.len();
+    for (number, answer) in (1..).zip(&answers) {
+        if count > 1 {
+            stderr::print(&format!("\n    answer {number} of {count}\n"));
+        }
+        // The first was printed as it came.
+        if number > 1 {
+            stdout::print(&answer.text)?;
+            stdout::print("\n")?;
+        }
+        let summary = summary::render(answer, &mode_name(&args.generation, answer));
         stderr::print(&format!("\n{summary}"));
     }
     Ok(())
@@ -179,9 +182,14 @@ fn prefill_bar() -> ProgressBar {
     ProgressBar::no_length().with_style(style)
 }
 
-fn mode_name(args: &GenerationArgs) -> String {
-    match args.budget {
-        Some(budget) => format!("{} budget {budget}", args.mode),
-        None => args.mode.to_string(),
+/// How drafts were made and, where tokens were drawn, the seed that repeats it.
+fn mode_name(args: &GenerationArgs, answer: &Answer) -> String {
+    let mut name = args.mode.to_string();
+    if let Some(budget) = args.budget {
+        name += &format!(" budget {budget}");
     }
+    if args.sampling.temperature > 0.0 {
+        name += &format!(" · seed {}", answer.seed);
+    }
+    name
 }

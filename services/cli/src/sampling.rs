@@ -14,7 +14,12 @@ use treespec_rpc::proto::{
 #[command(next_help_heading = "Sampling")]
 pub(crate) struct SamplingArgs {
     /// 0 is greedy decoding
-    #[arg(long, default_value_t = 0.0, value_name = "T")]
+    #[arg(
+        long,
+        default_value_t = 0.0,
+        value_name = "T",
+        allow_negative_numbers = true
+    )]
     pub temperature: f32,
     /// Keep the most probable tokens that together have this share, in (0, 1]
     #[arg(long, value_name = "P")]
@@ -207,7 +212,7 @@ fn read(path: &PathBuf) -> Result<String> {
         true => std::io::read_to_string(std::io::stdin()),
         false => fs::read_to_string(path),
     }
-    .with_context(|| format!("cannot read {}", path.display()))
+    .with_context(|| format!("cannot read the file {} (\"-\" is stdin)", path.display()))
 }
 
 #[cfg(test)]

@@ -3,7 +3,10 @@
 use std::fmt::Write as _;
 
 use console::style;
-use treespec_rpc::proto::verify::v1::{SpeculationStats, StageSeconds};
+use treespec_rpc::proto::{
+    coordinator::v1::finished::Stop,
+    verify::v1::{SpeculationStats, StageSeconds},
+};
 
 use crate::answer::{Answer, finish_reason_name};
 
@@ -25,15 +28,22 @@ pub(crate) fn render(answer: &Answer, mode: &str) -> String {
     );
     let _ = writeln!(
         text,
-        "{} prompt {} tokens · first token {} · decode {} in {} steps · finish {}",
+        "{} prompt {} tokens · first token {} · decode {} in {} steps · finish {}{}",
         label("run"),
         answer.usage.prompt_tokens,
         seconds(stats.time_to_first_token_seconds),
         seconds(stats.decode_seconds),
         stats.steps,
         finish_reason_name(answer.finish_reason),
+        match &answer.stop {
+            Some(Stop::StopString(string)) => format!(" {string:?}"),
+            Some(Stop::StopTokenId(_)) | None => String::new(),
+        },
     );
-    let _ = writeln!(text, "{} {}", label("stages"), stages(stats));
+    // Unknown when a stop string ended the answer.
+    if let Some(spent) = stats.stage_seconds {
+        let _ = writeln!(text, "{} {}", label("stages"), stages(spent));
+    }
     if stats.fallback_steps > 0 || stats.stale_drafts > 0 {
         let _ = writeln!(
             text,
@@ -47,7 +57,7 @@ pub(crate) fn render(answer: &Answer, mode: &str) -> String {
     text
 }
 
-fn stages(stats: &SpeculationStats) -> String {
+fn stages(spent: StageSeconds) -> String {
     let StageSeconds {
         draft,
         head,
@@ -55,7 +65,7 @@ fn stages(stats: &SpeculationStats) -> String {
         wire,
         verify,
         accept,
-    } = stats.stage_seconds.unwrap_or_default();
+    } = spent;
     [
         ("draft", draft),
         ("head", head),

@@ -35,7 +35,7 @@ impl StepLog {
         self.last_tokens = Some(now);
     }
 
-    /// As far as they can be known here, for an answer of `tokens` tokens: drafts and stages are not.
+    /// As far as they can be known here, for an answer of `tokens` tokens: drafts and stages are left out.
     pub(crate) fn report(&self, tokens: usize) -> SpeculationStats {
         let seconds = |from: Option<Instant>, to: Option<Instant>| match (from, to) {
             (Some(from), Some(to)) => to.duration_since(from).as_secs_f64(),

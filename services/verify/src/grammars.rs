@@ -55,11 +55,17 @@ impl Grammars {
         let compiled = compiler.as_ref().map_err(Clone::clone);
         let mut grammar = compiled
             .and_then(|compiler| compiler.compile(source))
-            .map_err(|error| constraint_error(source, &error))?;
+            .map_err(|error| constraint_error(source.kind(), &error))?;
         for &token in generated {
             grammar
                 .accept(token)
                 .map_err(|error| ServiceError::invalid("token_ids", error.to_string()))?;
+        }
+        if grammar.is_finished() {
+            return Err(ServiceError::invalid(
+                "token_ids",
+                "the answer has ended already: its constraint is fulfilled",
+            ));
         }
         Ok(grammar)
     }

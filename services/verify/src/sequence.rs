@@ -3,7 +3,7 @@
 mod drafts;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 use tonic::Status;
@@ -22,6 +22,9 @@ use crate::logprobs::{head_request, prompt_logprob, prompt_request, token_logpro
 use crate::request::GenerationRequest;
 use crate::statistics::Statistics;
 use crate::token_choice::TokenChoice;
+
+/// How long a draft may be grown by a grammar.
+const CONSTRAINT_TIME: Duration = Duration::from_millis(10);
 
 /// Where a sequence sends what it decides.
 pub(crate) type Events = mpsc::Sender<Result<pb::GenerateResponse, Status>>;
@@ -55,7 +58,8 @@ pub(crate) async fn decode(
         Some(source) => {
             let generated = request.tokens[request.prompt_length..].to_vec();
             let grammars = Arc::clone(&engine.grammars);
-            Some(grammars.compile(source, generated).await?)
+            let kind = source.kind();
+            Some((kind, grammars.compile(source, generated).await?))
         }
     };
     let sequence = Sequence {
@@ -256,6 +260,7 @@ impl Sequence<'_> {
         let limits = TreeLimits {
             nodes: self.shape.map_or(0, |shape| self.engine.most_nodes(shape)),
             depth: self.room(),
+            time: CONSTRAINT_TIME,
         };
         let (tree, choices) = self.choice.constrain(draft, limits).await?;
         let verify = Verify {

@@ -3,8 +3,9 @@
 
 use std::sync::Arc;
 
-use treespec_grammar::{ConstrainedTree, Grammar, GrammarError, TreeLimits};
+use treespec_grammar::{ConstrainedTree, Grammar, GrammarError, GrammarKind, TreeLimits};
 use treespec_rpc::ServiceError;
+use treespec_rpc::convert::constraint_error;
 use treespec_sampling::{Coupling, EarlyBans, Ranking, TokenCounts, TokenMask, TokenRules};
 use treespec_tree::TokenTree;
 
@@ -16,7 +17,7 @@ pub(crate) struct TokenChoice {
     rules: Arc<TokenRules>,
     ranking: Ranking,
     /// What the answer must follow, behind the last decided token. `None` for free answers.
-    grammar: Option<Grammar>,
+    grammar: Option<(GrammarKind, Grammar)>,
 }
 
 impl TokenChoice {
@@ -24,7 +25,7 @@ impl TokenChoice {
     pub(crate) fn new(
         mut rules: TokenRules,
         ranking: Ranking,
-        grammar: Option<Grammar>,
+        grammar: Option<(GrammarKind, Grammar)>,
         tokens: &[u32],
         prompt_length: usize,
     ) -> Self {
@@ -101,11 +102,11 @@ impl TokenChoice {
     /// # Errors
     /// As [`Self::constrain`]; INTERNAL for a token that does not follow the grammar.
     pub(crate) fn accept(&mut self, tokens: &[u32]) -> Result<(), ServiceError> {
-        let Some(grammar) = &mut self.grammar else {
+        let Some((kind, grammar)) = &mut self.grammar else {
             return Ok(());
         };
-        let mut tokens = tokens.iter();
-        tokens.try_for_each(|&token| grammar.accept(token).map_err(|error| failed(&error)))
+        let accepted = tokens.iter().try_for_each(|&token| grammar.accept(token));
+        accepted.map_err(|error| constraint_error(*kind, &error))
     }
 
     /// Masks take their time: other sequences must not wait for them.
@@ -114,7 +115,7 @@ impl TokenChoice {
         work: impl FnOnce(&mut Grammar) -> Result<T, GrammarError> + Send + 'static,
     ) -> Result<T, ServiceError> {
         let lost = || ServiceError::internal("the grammar of the sequence is lost");
-        let mut grammar = self.grammar.take().ok_or_else(lost)?;
+        let (kind, mut grammar) = self.grammar.take().ok_or_else(lost)?;
         let work = move || {
             let done = work(&mut grammar);
             (grammar, done)
@@ -122,8 +123,8 @@ impl TokenChoice {
         let (grammar, done) = tokio::task::spawn_blocking(work)
             .await
             .map_err(|_| lost())?;
-        self.grammar = Some(grammar);
-        done.map_err(|error| failed(&error))
+        self.grammar = Some((kind, grammar));
+        done.map_err(|error| constraint_error(kind, &error))
     }
 
     /// The rules alone.
@@ -157,14 +158,5 @@ impl TokenChoice {
         if !early.tokens.is_empty() && committed as u64 + 1 > u64::from(early.until) {
             Arc::make_mut(&mut self.rules).early = EarlyBans::none();
         }
-    }
-}
-
-fn failed(error: &GrammarError) -> ServiceError {
-    match error {
-        GrammarError::DeadEnd | GrammarError::Failed { .. } => {
-            ServiceError::invalid("constraint", error.to_string())
-        }
-        error => ServiceError::internal(error.to_string()),
     }
 }

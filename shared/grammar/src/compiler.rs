@@ -95,7 +95,8 @@ impl GrammarCompiler {
             .map_err(|error| source.invalid(&format_args!("{error:#}")))?;
         let rolls_back = parser.parser.grammar().lexer_spec().can_rollback();
         let matcher = library::guarded(|| Matcher::new(Ok(parser)))?;
-        let mut grammar = Grammar::new(Position::new(self.vocabulary.clone(), matcher, rolls_back));
+        let origin = Position::new(self.vocabulary.clone(), matcher, rolls_back);
+        let mut grammar = Grammar::new(origin);
         grammar.mask()?;
         Ok(grammar)
     }

@@ -2,6 +2,7 @@
 
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
+use std::time::Duration;
 
 use treespec_sampling::TokenMask;
 use treespec_tree::{Candidate, MAX_BUDGET, TokenTree};
@@ -17,6 +18,9 @@ pub struct TreeLimits {
     pub nodes: usize,
     /// Most nodes on a path below the root.
     pub depth: usize,
+    /// How long the tree may grow. A draft that takes longer costs more than it saves, and the masks of some grammars take a
+    /// tenth of a second each. Checked by [`Grammar::constrain`](crate::Grammar::constrain).
+    pub time: Duration,
 }
 
 /// A tree in which every token may follow its parent.

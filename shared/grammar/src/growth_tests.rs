@@ -3,11 +3,15 @@ use treespec_tree::{DepthCandidates, best_first};
 
 use super::*;
 
+/// No test is about time.
+const PATIENCE: Duration = Duration::from_secs(600);
+
 const VOCABULARY: usize = 16;
 const END: u32 = 15;
 const UNLIMITED: TreeLimits = TreeLimits {
     nodes: MAX_BUDGET,
     depth: usize::MAX,
+    time: PATIENCE,
 };
 
 /// Rules as a function from a path to the legal tokens; none is a dead end.
@@ -94,6 +98,7 @@ fn forced_tokens_are_chain_nodes_drafted_or_not() {
     let limits = TreeLimits {
         nodes: 20,
         depth: 4,
+        time: PATIENCE,
     };
     for draft in [
         TokenTree::root_only(9),
@@ -208,7 +213,7 @@ proptest! {
     fn without_rules_it_is_the_drafters_own_search(depths in any_depths(), nodes in 0usize..60) {
         let draft = best_first(9, &depths, MAX_BUDGET);
         let expected = best_first(9, &depths, nodes);
-        let limits = TreeLimits { nodes, depth: usize::MAX };
+        let limits = TreeLimits { nodes, depth: usize::MAX, time: PATIENCE };
         let constrained = grown(&draft, limits, anything);
         prop_assert_eq!(parents(&constrained.tree), parents(&expected));
         prop_assert_eq!(constrained.tree.tokens(), expected.tokens());
@@ -230,7 +235,7 @@ proptest! {
             (legal, likely)
         };
         let draft = best_first(9, &depths, MAX_BUDGET);
-        let limits = TreeLimits { nodes, depth };
+        let limits = TreeLimits { nodes, depth, time: PATIENCE };
         let constrained = grown(&draft, limits, rules);
         let tree = &constrained.tree;
         prop_assert!(tree.budget() <= nodes && tree.max_depth() as usize <= depth);
@@ -244,7 +249,7 @@ proptest! {
             let expected = if is_end { vec![END] } else { rules(&path).0 };
             prop_assert_eq!(&constrained.masks[node], &mask(&expected));
         }
-        let more = TreeLimits { nodes: nodes + 7, depth };
+        let more = TreeLimits { nodes: nodes + 7, depth, time: PATIENCE };
         let mut larger = grown(&draft, more, rules).tree;
         larger.truncate(tree.budget());
         if tree.budget() == nodes {

@@ -1,5 +1,7 @@
 //! Visiting the nodes of a tree with one moving position.
 
+use std::time::{Duration, Instant};
+
 use treespec_sampling::TokenMask;
 
 use crate::GrammarError;
@@ -12,25 +14,28 @@ pub(crate) struct Walk<'a> {
     here: Position,
     /// Tokens from the root to `here`.
     path: Vec<u32>,
-    /// Why nothing follows the last path asked for.
+    /// Why nothing followed a path, the last one that said so.
     error: Option<GrammarError>,
+    /// When the tree has grown for long enough.
+    end: Instant,
 }
 
-impl<'a> From<&'a Position> for Walk<'a> {
-    fn from(root: &'a Position) -> Self {
+impl<'a> Walk<'a> {
+    pub(crate) fn new(root: &'a Position, time: Duration) -> Self {
         Self {
             root,
             here: root.clone(),
             path: Vec::new(),
             error: None,
+            end: Instant::now() + time,
         }
     }
 }
 
 impl Walk<'_> {
-    /// Why nothing followed the path that was asked for last.
-    pub(crate) fn into_error(self) -> GrammarError {
-        self.error.unwrap_or(GrammarError::DeadEnd)
+    /// Why nothing followed a path; a failure that left the tables unusable before a dead end.
+    pub(crate) fn into_error(self) -> Option<GrammarError> {
+        self.error
     }
 
     fn go_to(&mut self, path: &[u32]) -> Result<(), GrammarError> {
@@ -59,6 +64,10 @@ impl Walk<'_> {
 
 impl Continuations for Walk<'_> {
     fn after(&mut self, path: &[u32]) -> Option<Continuation> {
+        // What follows the root must be known; a longer tree is not worth any effort.
+        if !path.is_empty() && Instant::now() > self.end {
+            return None;
+        }
         let mask = self.go_to(path).and_then(|()| self.here.mask());
         match mask {
             Ok(mask) => {
@@ -66,7 +75,9 @@ impl Continuations for Walk<'_> {
                 Some(Continuation { mask, likely })
             }
             Err(error) => {
-                self.error = Some(error);
+                if !matches!(self.error, Some(GrammarError::Failed { .. })) {
+                    self.error = Some(error);
+                }
                 None
             }
         }

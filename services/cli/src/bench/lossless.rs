@@ -28,7 +28,7 @@ use crate::{
     connection::ConnectionArgs,
     local_target::{open_drafter, open_target},
     mode::Mode,
-    prompt, stdout,
+    prompt, stderr, stdout,
 };
 
 /// Alternatives whose log-probabilities are compared.
@@ -110,6 +110,7 @@ struct Outcome {
 pub(crate) async fn run(args: LosslessArgs) -> Result<bool> {
     ensure!(args.seeds > 0, "--seeds must be at least 1");
     let bench = Bench::new(&args)?;
+    stderr::print(&format!("{} answers to compare\n", bench.comparisons()));
     let (model, plain, mut outcomes) = args
         .connection
         .run(async |endpoint| {
@@ -165,6 +166,12 @@ impl<'a> Bench<'a> {
             prompts: prompts::load(args.prompts.as_deref(), Some(args.limit))?,
             conditions: conditions::all(&args.temperatures),
         })
+    }
+
+    /// Answers of all drafters, but for those of plain decoding.
+    fn comparisons(&self) -> usize {
+        let drafters = if self.args.skip_random_drafter { 1 } else { 2 };
+        drafters * self.runs().len() * self.prompts.len() * self.args.seeds as usize
     }
 
     /// The answers of plain decoding, by condition.

@@ -150,26 +150,22 @@ fn a_broken_model_is_told_by_the_service_that_met_it() {
 fn a_bad_request_has_the_services_status() {
     let target = fixture_argument("cases/01_llama_gqa_tied/model");
     for (flags, expected) in [
-        (["--tokens", ""], "INVALID_ARGUMENT: token_ids"),
-        (["--tokens", "999999"], "INVALID_ARGUMENT: token_ids"),
+        (&["--tokens", ""][..], "INVALID_ARGUMENT: token_ids"),
+        (&["--tokens", "999999"], "INVALID_ARGUMENT: token_ids"),
         (
-            ["--tokens=1", "--temperature=-0.5"],
+            &["--tokens=1", "--temperature=-0.5"],
             "INVALID_ARGUMENT: sampling.temperature",
         ),
         (
-            ["--tokens=1", "--max-tokens=0"],
+            &["--tokens=1", "--max-tokens=0"],
             "INVALID_ARGUMENT: max_tokens",
         ),
         (
-            ["--tokens=1", "--logprobs=21"],
+            &["--tokens=1", "--json", "--logprobs=21"],
             "INVALID_ARGUMENT: output.top_logprobs",
         ),
     ] {
-        let arguments = [
-            &["generate", "--no-drafter", "--target", &target],
-            &flags[..],
-        ]
-        .concat();
+        let arguments = [&["generate", "--no-drafter", "--target", &target], flags].concat();
         let run = treespec(&arguments);
         assert!(
             run.error().starts_with(expected),

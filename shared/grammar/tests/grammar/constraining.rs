@@ -1,5 +1,7 @@
 //! Drafts made legal.
 
+use std::time::Duration;
+
 use proptest::prelude::*;
 use treespec_grammar::{Grammar, GrammarSource, TreeLimits};
 use treespec_tree::{Candidate, DepthCandidates, TokenTree, best_first};
@@ -7,9 +9,13 @@ use treespec_tree::{Candidate, DepthCandidates, TokenTree, best_first};
 use crate::vocabularies::{Model, fixture, pieces, smollm};
 use crate::walks::legal;
 
+/// No test is about time, but for the one that says so.
+const PATIENCE: Duration = Duration::from_secs(600);
+
 const LIMITS: TreeLimits = TreeLimits {
     nodes: 24,
     depth: 12,
+    time: PATIENCE,
 };
 
 fn person() -> GrammarSource {
@@ -47,7 +53,7 @@ fn after(model: &Model, source: &GrammarSource, text: &str) -> Grammar {
 }
 
 /// Every mask is the one that a grammar has which went there token by token.
-fn check_masks(grammar: &Grammar, model: &Model, draft: &TokenTree, limits: TreeLimits) {
+fn check_masks(grammar: &mut Grammar, model: &Model, draft: &TokenTree, limits: TreeLimits) {
     let constrained = grammar.constrain(draft, limits).unwrap();
     let tree = &constrained.tree;
     assert_eq!(constrained.masks.len(), tree.len());
@@ -71,7 +77,7 @@ fn check_masks(grammar: &Grammar, model: &Model, draft: &TokenTree, limits: Tree
 #[test]
 fn what_is_drafted_wrongly_is_pruned_and_what_is_forced_is_added() {
     for model in [Some(fixture()), smollm()].into_iter().flatten() {
-        let grammar = after(model, &person(), "{\"name\": \"Ada");
+        let mut grammar = after(model, &person(), "{\"name\": \"Ada");
         let root = model.id("a");
         let draft = draft_of(model, root, "\", \"size\": 3}");
         let constrained = grammar.constrain(&draft, LIMITS).unwrap();
@@ -87,7 +93,7 @@ fn what_is_drafted_wrongly_is_pruned_and_what_is_forced_is_added() {
             texts.iter().all(|text| !text.starts_with("\", \"size")),
             "{texts:?}"
         );
-        check_masks(&grammar, model, &draft, LIMITS);
+        check_masks(&mut grammar, model, &draft, LIMITS);
     }
 }
 
@@ -96,7 +102,11 @@ fn plain_decoding_gets_the_root_mask_and_the_forced_run() {
     let model = fixture();
     let mut grammar = model.compile(&person());
     let root = TokenTree::root_only(5);
-    let nothing = TreeLimits { nodes: 0, depth: 8 };
+    let nothing = TreeLimits {
+        nodes: 0,
+        depth: 8,
+        time: PATIENCE,
+    };
     let constrained = grammar.constrain(&root, nothing).unwrap();
     assert_eq!(constrained.tree, root);
     assert_eq!(constrained.masks, [grammar.mask().unwrap()]);
@@ -104,13 +114,13 @@ fn plain_decoding_gets_the_root_mask_and_the_forced_run() {
     assert!(constrained.tree.is_chain());
     let longest = text_of(model, &constrained.tree, constrained.tree.budget());
     assert!(longest.starts_with("{\"name"), "{longest}");
-    check_masks(&grammar, model, &root, LIMITS);
+    check_masks(&mut grammar, model, &root, LIMITS);
 }
 
 #[test]
 fn a_single_legal_token_is_a_free_node_up_to_the_end() {
     let model = pieces(&["a", "b", "c"]);
-    let grammar = model.compile(&GrammarSource::Regex("abc".to_owned()));
+    let mut grammar = model.compile(&GrammarSource::Regex("abc".to_owned()));
     let root = TokenTree::root_only(2);
     let constrained = grammar.constrain(&root, LIMITS).unwrap();
     let forced = ["a", "b", "c", "</s>"].map(|token| model.id(token));
@@ -122,7 +132,7 @@ fn a_single_legal_token_is_a_free_node_up_to_the_end() {
 #[test]
 fn a_forced_text_that_can_be_cut_in_two_ways_comes_in_its_longest_tokens() {
     let model = pieces(&["a", "ab", "b", "c", "<0x61>"]);
-    let grammar = model.compile(&GrammarSource::Regex("abc".to_owned()));
+    let mut grammar = model.compile(&GrammarSource::Regex("abc".to_owned()));
     let constrained = grammar.constrain(&TokenTree::root_only(2), LIMITS).unwrap();
     assert_eq!(
         constrained.tree.tokens()[1..3],
@@ -167,15 +177,15 @@ fn rules_that_cannot_be_undone_are_constrained_too() {
         "start: text \"x\"\ntext[stop=\"c\"]: /[abx]+/\n",
         "start: a <|mask|> a\na[lazy]: /[ab]+x/\n",
     ] {
-        let grammar = model.compile(&GrammarSource::Lark(lark.to_owned()));
-        check_masks(&grammar, model, &draft_of(model, 3, "abxabx"), LIMITS);
+        let mut grammar = model.compile(&GrammarSource::Lark(lark.to_owned()));
+        check_masks(&mut grammar, model, &draft_of(model, 3, "abxabx"), LIMITS);
     }
 }
 
 #[test]
 fn a_token_that_leads_nowhere_is_no_node() {
     let model = pieces(&["a", "b", "c"]);
-    let grammar = model.compile(&GrammarSource::Regex("ax|bc".to_owned()));
+    let mut grammar = model.compile(&GrammarSource::Regex("ax|bc".to_owned()));
     let candidates = ["a", "b"].map(|token| Candidate {
         token: model.id(token),
         log_prob: -0.5,
@@ -188,10 +198,14 @@ fn a_token_that_leads_nowhere_is_no_node() {
     );
     // Nothing of the failed attempt stays behind.
     check_masks(
-        &grammar,
+        &mut grammar,
         &model,
         &TokenTree::root_only(2),
-        TreeLimits { nodes: 0, depth: 0 },
+        TreeLimits {
+            nodes: 0,
+            depth: 0,
+            time: PATIENCE,
+        },
     );
 }
 
@@ -219,7 +233,65 @@ proptest! {
         });
         let draft = best_first(7, &DepthCandidates(depths.collect()), 100);
         let before = grammar.mask().unwrap();
-        check_masks(&grammar, model, &draft, TreeLimits { nodes, depth });
+        check_masks(&mut grammar, model, &draft, TreeLimits { nodes, depth, time: PATIENCE });
         prop_assert_eq!(grammar.mask().unwrap(), before);
     }
+}
+
+#[test]
+fn without_time_there_is_the_root_and_its_mask() {
+    let model = fixture();
+    let mut grammar = model.compile(&person());
+    let limits = TreeLimits {
+        time: Duration::ZERO,
+        ..LIMITS
+    };
+    let constrained = grammar.constrain(&TokenTree::root_only(2), limits).unwrap();
+    assert_eq!(constrained.tree.budget(), 0);
+    assert_eq!(constrained.masks, [grammar.mask().unwrap()]);
+}
+
+/// A source whose states are as many as the texts, near the limit of the library's tables. An answer with the mask of every
+/// position, and one with drafts between its tokens, go equally far.
+#[test]
+fn drafts_do_not_use_up_what_an_answer_may_visit() {
+    let Some(model) = smollm() else {
+        return;
+    };
+    let source = GrammarSource::Regex("start(.*a.{18}b.*c.{18}d)&?".to_owned());
+    let mut plain = model.compile(&source);
+    let mut drafting = plain.clone();
+    let mut random = 5u64;
+    let mut next = |below: usize| {
+        random = random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        (random >> 33) as usize % below
+    };
+    let mut branches = 0;
+    for step in 0..50 {
+        let mask = plain.mask().unwrap();
+        let limits = TreeLimits {
+            nodes: 120,
+            depth: 24,
+            time: PATIENCE,
+        };
+        let candidate = |next: &mut dyn FnMut(usize) -> usize| Candidate {
+            token: next(model.vocab_size) as u32,
+            log_prob: -1.0 - next(100) as f32 / 100.0,
+        };
+        let depths = (0..12).map(|_| (0..10).map(|_| candidate(&mut next)).collect());
+        let wild = best_first(17, &DepthCandidates(depths.collect()), 120);
+        let constrained = drafting.constrain(&wild, limits).unwrap();
+        branches += constrained.tree.budget();
+        assert_eq!(constrained.masks[0], mask, "step {step}");
+        let open: Vec<u32> = legal(&mask)
+            .into_iter()
+            .filter(|token| !model.eos.contains(token))
+            .collect();
+        let token = open[next(open.len())];
+        plain.accept(token).unwrap();
+        drafting.accept(token).unwrap();
+    }
+    assert!(branches > 200, "{branches} drafted nodes explored");
 }

@@ -46,8 +46,12 @@ fn sources_are_refused_by_what_is_wrong_with_them() {
             "unknown field `spacing`",
         ),
         (
-            json(r#"{"type": "number", "multipleOf": 123456789}"#),
-            "multipleOf 123456789 has more",
+            json(r#"{"type": "number", "multipleOf": 9999991}"#),
+            "multipleOf have a product above 100000",
+        ),
+        (
+            json(r#"{"allOf": [{"multipleOf": 1009}, {"multipleOf": 10.07}]}"#),
+            "multipleOf have a product above 100000",
         ),
         (
             json(r#"{"type": "string", "minLength": 3, "maxLength": 2}"#),

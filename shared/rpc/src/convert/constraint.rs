@@ -71,9 +71,9 @@ impl ConstraintCompany<'_> {
     }
 }
 
-/// A constraint that cannot be compiled, as its request is told.
-pub fn constraint_error(source: &GrammarSource, error: &GrammarError) -> ServiceError {
-    let field = match source.kind() {
+/// A constraint that cannot be compiled or followed, as its request is told.
+pub fn constraint_error(kind: GrammarKind, error: &GrammarError) -> ServiceError {
+    let field = match kind {
         GrammarKind::JsonSchema => "constraint.json_schema",
         GrammarKind::Regex => "constraint.regex",
         GrammarKind::Choices => "constraint.choices.options",
@@ -86,7 +86,10 @@ pub fn constraint_error(source: &GrammarSource, error: &GrammarError) -> Service
         | GrammarError::VocabularyTooLarge { .. } => {
             ServiceError::precondition("constraint", error.to_string())
         }
-        GrammarError::Thread { .. } => ServiceError::internal(error.to_string()),
+        // Tokens come from the masks.
+        GrammarError::Thread { .. }
+        | GrammarError::Refused { .. }
+        | GrammarError::Finished { .. } => ServiceError::internal(error.to_string()),
         error => ServiceError::invalid(field, error.to_string()),
     }
 }

@@ -129,7 +129,15 @@ fn params_from_proto(message: &pb::SamplingParams) -> SamplingParams {
 }
 
 fn refused(error: SamplingError) -> ServiceError {
-    ServiceError::invalid(format!("sampling.{}", error.field()), error.to_string())
+    let SamplingError::OutOfRange {
+        field,
+        value,
+        allowed,
+    } = error;
+    ServiceError::invalid(
+        format!("sampling.{field}"),
+        format!("{value:?} is not allowed, only {allowed}"),
+    )
 }
 
 #[cfg(test)]
