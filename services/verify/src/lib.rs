@@ -3,6 +3,7 @@
 //! * [`forward`](forward) owns the model on a thread of its own; all work waiting at one moment goes into one ragged
 //!   forward.
 //! * [`sequence`](sequence) decodes one request: prefill, then draft, verify, commit until it ends.
+//! * `token_choice` moves the rules of one request's tokens on: counts for penalties, and the state of its grammar.
 //! * [`drafting`](drafting) talks to drafters. Losing one is never an error of a request.
 //! * With `--draft-placement local` the model hosts its drafter, and `forward` runs a whole step in one call.
 //!
