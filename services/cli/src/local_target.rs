@@ -12,8 +12,8 @@ use treespec_tree::TokenTree;
 
 use crate::models::ModelArgs;
 
-/// Rows of one prefill forward.
-const PREFILL_CHUNK: usize = 128;
+/// Rows of one prefill forward, as the verify service chooses them.
+pub(crate) const PREFILL_CHUNK: usize = 128;
 
 /// A loaded target and the KV rows of one sequence.
 pub(crate) struct LocalTarget {

@@ -153,14 +153,8 @@ fn check_early_choice(rules: &TokenRules, vocab_size: usize) -> Result<(), Servi
     if early.is_empty() {
         return Ok(());
     }
-    let mut possible = match &rules.allowed {
-        Some(allowed) => allowed.clone(),
-        None => TokenMask::all(vocab_size),
-    };
-    for &token in early.iter().chain(&rules.banned) {
-        possible.remove(token);
-    }
-    if possible.tokens().next().is_none() {
+    let banned = early.iter().chain(&rules.banned).copied();
+    if TokenMask::possible(vocab_size, rules.allowed.as_ref(), banned).is_empty() {
         return Err(ServiceError::invalid(
             "min_tokens",
             "cannot be reached: all allowed tokens would end the answer",

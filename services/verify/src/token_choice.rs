@@ -134,12 +134,7 @@ impl TokenChoice {
 
     /// What a drafter is told of the draw; nothing when there is none.
     pub(crate) fn coupling(&self) -> Option<Coupling> {
-        let params = &self.rules.params;
-        (!params.is_greedy() && self.ranking != Ranking::Plain).then(|| Coupling {
-            seed: params.seed.unwrap_or(0),
-            temperature: params.temperature,
-            ranking: self.ranking,
-        })
+        Coupling::of(&self.rules.params, self.ranking)
     }
 
     /// Counts tokens that were committed. `committed` is the length with them.

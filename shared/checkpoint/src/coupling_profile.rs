@@ -77,7 +77,7 @@ impl CouplingProfile {
 
     /// Index of a gap.
     pub fn gap(&self, gap: f32) -> usize {
-        self.gaps.partition_point(|&border| border <= gap)
+        gap_index(&self.gaps, gap)
     }
 
     fn check(&self) -> Result<(), String> {
@@ -131,6 +131,11 @@ impl CouplingProfile {
         }
         Ok(())
     }
+}
+
+/// Which of the gaps between ascending borders `gap` is in; on a border the one above.
+pub fn gap_index(borders: &[f32], gap: f32) -> usize {
+    borders.partition_point(|&border| border <= gap)
 }
 
 #[cfg(test)]

@@ -32,7 +32,7 @@ mod tensor_source;
 mod tokenizer;
 
 pub use chat_template::{ChatMessage, ChatTemplate};
-pub use coupling_profile::{CouplingProfile, TemperatureFit};
+pub use coupling_profile::{CouplingProfile, TemperatureFit, gap_index};
 pub use drafter::DrafterCheckpoint;
 pub use drafter_config::{DrafterAttention, DrafterConfig};
 pub use error::CheckpointError;

@@ -2,7 +2,7 @@
 //!
 //! The seams are the traits [`Backend`] (a target on some device), [`Drafter`], and [`Speculator`] (a target that hosts
 //! its drafter). Everything above them (services, scheduling) is the same for every device. [`cpu`] implements the
-//! first two in f32, and [`Colocated`] makes the third of any pair.
+//! first two, and [`Colocated`] makes the third of any pair.
 //!
 //! One property holds throughout and is what makes speculation lossless: a row's results are a *bitwise*
 //! function of the token ids and positions on its own path. How many other rows run with it, in which batch,

@@ -61,7 +61,7 @@ impl Position {
             .map_err(|error| library::failed(&error))?;
         let may_end = self.vocabulary.allows_end(&set) && self.may_end()?;
         let mask = self.vocabulary.mask(&set, may_end);
-        match mask.words().iter().all(|&word| word == 0) {
+        match mask.is_empty() {
             true => Err(GrammarError::DeadEnd),
             false => Ok(self.forced(&mask).unwrap_or(mask)),
         }

@@ -34,6 +34,22 @@ impl TokenMask {
         mask
     }
 
+    /// What can be chosen from a vocabulary: the allowed tokens, all where there is no list of them, less the banned ones.
+    pub fn possible(
+        vocabulary: usize,
+        allowed: Option<&TokenMask>,
+        banned: impl IntoIterator<Item = u32>,
+    ) -> Self {
+        let mut mask = allowed.map_or_else(|| Self::all(vocabulary), Self::clone);
+        banned.into_iter().for_each(|token| mask.remove(token));
+        mask
+    }
+
+    /// True when no token is in the set.
+    pub fn is_empty(&self) -> bool {
+        self.0.iter().all(|&word| word == 0)
+    }
+
     /// Takes a token out.
     pub fn remove(&mut self, token: u32) {
         if let Some(word) = self.0.get_mut(token as usize / 32) {
@@ -139,6 +155,15 @@ mod tests {
         mask.remove(1000);
         assert!(!mask.contains(31));
         assert_eq!(mask.words().len(), 3);
+    }
+
+    #[test]
+    fn what_is_possible_is_allowed_and_not_banned() {
+        let held = |mask: &TokenMask| mask.tokens().collect::<Vec<u32>>();
+        assert_eq!(held(&TokenMask::possible(4, None, [1, 9])), [0, 2, 3]);
+        let allowed = TokenMask::from_tokens(4, [1, 2]);
+        assert_eq!(held(&TokenMask::possible(4, Some(&allowed), [1])), [2]);
+        assert!(TokenMask::possible(4, Some(&allowed), [1, 2]).is_empty());
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! What a drafter is told of a sequence's draw.
 
+use crate::SamplingParams;
+
 /// How a sampled sequence's candidates are ranked. Tokens do not depend on it, only how many drafts are accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Ranking {
@@ -21,4 +23,15 @@ pub struct Coupling {
     pub temperature: f32,
     /// What the drafter makes of it.
     pub ranking: Ranking,
+}
+
+impl Coupling {
+    /// Of a sequence with these parameters; `None` where nothing is drawn, or the drafter need not know of it.
+    pub fn of(params: &SamplingParams, ranking: Ranking) -> Option<Self> {
+        (!params.is_greedy() && ranking != Ranking::Plain).then(|| Self {
+            seed: params.seed.unwrap_or(0),
+            temperature: params.temperature,
+            ranking,
+        })
+    }
 }

@@ -14,17 +14,8 @@ use crate::models::{FIT, LLAMA, Placement, cluster};
 
 const MODES: [Mode; 4] = [Mode::Ar, Mode::Chain, Mode::Tree(8), Mode::Tree(40)];
 
-const SCHEMA: &str = r#"{
-  "type": "object",
-  "properties": {
-    "name": {"type": "string", "maxLength": 12},
-    "age": {"type": "integer", "minimum": 0, "maximum": 120},
-    "member": {"type": "boolean"},
-    "colours": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 3}
-  },
-  "required": ["name", "age", "member", "colours"],
-  "additionalProperties": false
-}"#;
+/// The schema of `treespec bench lossless`.
+const SCHEMA: &str = include_str!("../../../services/cli/src/bench/lossless/person.schema.json");
 
 /// What [`SCHEMA`] describes.
 #[derive(Deserialize)]

@@ -275,11 +275,7 @@ fn speculative(
     sampling: &SamplingParams,
     ranking: Ranking,
 ) -> (Vec<u32>, usize) {
-    let coupling = Some(Coupling {
-        seed: sampling.seed.unwrap(),
-        temperature: sampling.temperature,
-        ranking,
-    });
+    let coupling = Coupling::of(sampling, ranking);
     let checkpoint = DrafterCheckpoint::open(&case_path(case, drafter)).unwrap();
     let model = TargetCheckpoint::open(&case_path(case, "model")).unwrap();
     let options = DrafterOptions {

@@ -28,7 +28,9 @@ use crate::{
     connection::ConnectionArgs,
     local_target::{open_drafter, open_target},
     mode::Mode,
-    prompt, stderr, stdout,
+    prompt,
+    sampling::Ranking,
+    stderr, stdout,
 };
 
 /// Alternatives whose log-probabilities are compared.
@@ -96,7 +98,7 @@ struct Outcome {
     condition: String,
     drafter: &'static str,
     mode: String,
-    ranking: &'static str,
+    ranking: String,
     answers: usize,
     equal: usize,
     logprob_difference: f32,
@@ -180,7 +182,7 @@ impl<'a> Bench<'a> {
         let mut plain = Vec::new();
         for condition in &self.conditions {
             progress.set_message(format!("{} ar", condition.name));
-            let ranking = DraftRanking::Plain;
+            let ranking = Ranking::Plain;
             plain.push(
                 self.answers(client, condition, Mode::Ar, ranking, &progress)
                     .await?,
@@ -216,10 +218,9 @@ impl<'a> Bench<'a> {
                 condition: condition.name.clone(),
                 drafter,
                 mode: mode.to_string(),
-                ranking: if condition.draws() {
-                    ranking_name(ranking)
-                } else {
-                    "-"
+                ranking: match condition.draws() {
+                    true => ranking.to_string(),
+                    false => "-".to_owned(),
                 },
                 answers: agreement.answers,
                 equal: agreement.equal,
@@ -232,16 +233,12 @@ impl<'a> Bench<'a> {
     }
 
     /// Condition, mode and ranking of every run. Where nothing is drawn there is nothing to couple.
-    fn runs(&self) -> Vec<(usize, Mode, DraftRanking)> {
+    fn runs(&self) -> Vec<(usize, Mode, Ranking)> {
         let mut runs = Vec::new();
         for (at, condition) in self.conditions.iter().enumerate() {
-            let rankings: &[DraftRanking] = match condition.draws() {
-                true => &[
-                    DraftRanking::Plain,
-                    DraftRanking::Full,
-                    DraftRanking::Fitted,
-                ],
-                false => &[DraftRanking::Plain],
+            let rankings: &[Ranking] = match condition.draws() {
+                true => &[Ranking::Plain, Ranking::Full, Ranking::Fitted],
+                false => &[Ranking::Plain],
             };
             for &ranking in rankings {
                 runs.extend(self.args.modes.iter().map(|&mode| (at, mode, ranking)));
@@ -279,7 +276,7 @@ impl<'a> Bench<'a> {
         client: &Client,
         condition: &Condition,
         mode: Mode,
-        ranking: DraftRanking,
+        ranking: Ranking,
         progress: &ProgressBar,
     ) -> Result<Vec<Answer>> {
         let asked = (0..self.args.seeds).flat_map(|seed| {
@@ -303,13 +300,13 @@ impl<'a> Bench<'a> {
         text: &str,
         condition: &Condition,
         mode: Mode,
-        ranking: DraftRanking,
+        ranking: Ranking,
         seed: u64,
     ) -> GenerateRequest {
         let mut sampling = condition.sampling.clone();
         sampling.seed = Some(seed);
         let mut speculation = mode.speculation(None);
-        speculation.ranking = Some(ranking.into());
+        speculation.ranking = Some(DraftRanking::from(ranking).into());
         GenerateRequest {
             prompt: Some(prompt::user_message(text)),
             max_tokens: Some(self.args.max_tokens),
@@ -329,14 +326,6 @@ impl<'a> Bench<'a> {
     }
 }
 
-fn ranking_name(ranking: DraftRanking) -> &'static str {
-    match ranking {
-        DraftRanking::Unspecified | DraftRanking::Fitted => "fitted",
-        DraftRanking::Plain => "plain",
-        DraftRanking::Full => "full",
-    }
-}
-
 fn table(outcomes: &[Outcome]) -> Table {
     let titles = [
         "condition",
@@ -353,7 +342,7 @@ fn table(outcomes: &[Outcome]) -> Table {
             outcome.condition.clone(),
             outcome.drafter.to_owned(),
             outcome.mode.clone(),
-            outcome.ranking.to_owned(),
+            outcome.ranking.clone(),
             format!("{:.3}", outcome.tokens_per_step),
             format!("{:.0e}", outcome.logprob_difference),
             format!("{}/{}", outcome.equal, outcome.answers),

@@ -97,13 +97,8 @@ impl MaskSource {
 
     /// Words of the allowed ids less the banned ones, for a whole vocabulary.
     pub(super) fn words(&self, vocabulary: usize) -> Vec<u32> {
-        let mut mask = match &self.allowed {
-            Some(allowed) => allowed.clone(),
-            None => TokenMask::all(vocabulary),
-        };
-        for &token in self.banned.iter().chain(&self.early) {
-            mask.remove(token);
-        }
+        let banned = self.banned.iter().chain(&self.early).copied();
+        let mask = TokenMask::possible(vocabulary, self.allowed.as_ref(), banned);
         let mut words = mask.words().to_vec();
         // A mask holds no token beyond its own words.
         words.resize(vocabulary.div_ceil(32), 0);

@@ -100,7 +100,7 @@ fn check(device: &Arc<Device>, batch: &Batch) {
             batch.vocabulary,
             batch.group_max.is_some(),
             batch.grammar[row].is_some(),
-            request.params
+            request.rules.params
         );
     }
 }
@@ -170,7 +170,11 @@ fn a_graph_reads_the_parameters_of_its_replay() {
             uploaded.chosen(&batch),
             batch.expected(),
             "replay {replay}, {:?}",
-            batch.requests.iter().map(|r| &r.params).collect::<Vec<_>>()
+            batch
+                .requests
+                .iter()
+                .map(|r| &r.rules.params)
+                .collect::<Vec<_>>()
         );
         // Sequences change places, most of them go on, some make room for others.
         batch.requests.rotate_left(replay % 3);
@@ -229,7 +233,7 @@ fn what_does_not_fit_is_refused() {
     let bias = LogitBias::new((0..33).map(|token| (token, 1.0))).unwrap();
     let processors = Processors {
         bias: &bias,
-        ..Processors::new(&batch.requests[0].params)
+        ..Processors::new(&batch.requests[0].rules.params)
     };
     let refused = |result: Result<(), CudaError>| {
         assert!(

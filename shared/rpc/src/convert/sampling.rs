@@ -88,24 +88,18 @@ fn check_token(field: impl Fn() -> String, id: u32, vocab_size: usize) -> Result
 
 /// At least one token can be chosen.
 fn check_choice(rules: &TokenRules, vocab_size: usize) -> Result<(), ServiceError> {
-    let banned = TokenMask::from_tokens(vocab_size, rules.banned.iter().copied());
-    let (field, starved) = match &rules.allowed {
-        Some(allowed) => (
-            "sampling.allowed_token_ids",
-            allowed.tokens().all(|token| banned.contains(token)),
-        ),
-        None => (
-            "sampling.banned_token_ids",
-            banned.tokens().count() == vocab_size,
-        ),
-    };
-    if starved {
-        return Err(ServiceError::invalid(
-            field,
-            "leaves no token: all that are allowed are banned",
-        ));
+    let banned = rules.banned.iter().copied();
+    if !TokenMask::possible(vocab_size, rules.allowed.as_ref(), banned).is_empty() {
+        return Ok(());
     }
-    Ok(())
+    let field = match rules.allowed {
+        Some(_) => "sampling.allowed_token_ids",
+        None => "sampling.banned_token_ids",
+    };
+    Err(ServiceError::invalid(
+        field,
+        "leaves no token: all that are allowed are banned",
+    ))
 }
 
 fn params_from_proto(message: &pb::SamplingParams) -> SamplingParams {

@@ -1,6 +1,6 @@
 //! Fitting a profile to recorded answers: how much noise the ranking of each depth takes, and how far ranks can be trusted.
 
-use treespec_checkpoint::{CouplingProfile, TemperatureFit};
+use treespec_checkpoint::{CouplingProfile, TemperatureFit, gap_index};
 use treespec_engine::{DraftShape, HeadRow, RankedCandidate, rank_candidates};
 use treespec_sampling::{Coupling, Ranking};
 
@@ -186,7 +186,7 @@ impl Default for Counts {
 impl Counts {
     fn add(&mut self, ranked: &[RankedCandidate], token: u32) {
         for (rank, candidate) in ranked.iter().enumerate() {
-            let gap = GAPS.partition_point(|&border| border <= candidate.gap);
+            let gap = gap_index(&GAPS, candidate.gap);
             let cell = &mut self.0[rank.min(RANKS - 1)][gap];
             cell.0 += 1.0;
             cell.1 += f64::from(u8::from(candidate.token == token));

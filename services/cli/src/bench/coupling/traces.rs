@@ -7,8 +7,7 @@ use treespec_engine::{
     BlockPool, BlockRequest, BlockTable, HeadRow, RowBatch, RowShape, SequenceRows, Speculator,
 };
 
-/// Rows of one prefill forward.
-const PREFILL_CHUNK: usize = 128;
+use crate::local_target::PREFILL_CHUNK;
 
 /// An answer, and a block for every place where a step may begin.
 #[derive(Debug, Clone)]

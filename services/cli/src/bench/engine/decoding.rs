@@ -16,9 +16,7 @@ use crate::bench::{
     figures::{ByStage, Cost},
     questions::Question,
 };
-
-/// Rows of one prefill forward, as the verify service chooses them.
-const PREFILL_CHUNK: usize = 128;
+use crate::local_target::PREFILL_CHUNK;
 
 /// An answer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -43,12 +41,8 @@ impl Draw {
         Processors::new(&self.params)
     }
 
-    fn coupling(&self) -> Coupling {
-        Coupling {
-            seed: self.params.seed.unwrap_or(0),
-            temperature: self.params.temperature,
-            ranking: self.ranking,
-        }
+    fn coupling(&self) -> Option<Coupling> {
+        Coupling::of(&self.params, self.ranking)
     }
 }
 
@@ -314,7 +308,7 @@ impl Decoder {
                     max_depth: sequence.room - sequence.committed,
                     head: HeadRequest::ARGMAX,
                     sampling: self.draw.as_ref().map(Draw::processors),
-                    coupling: self.draw.as_ref().map(Draw::coupling),
+                    coupling: self.draw.as_ref().and_then(Draw::coupling),
                 })
             })
             .collect::<Result<Vec<_>>>()?;

@@ -3,17 +3,7 @@
 use treespec_rpc::proto::verify::v1::{Constraint, SamplingParams, constraint::Kind};
 
 /// An object whose answers are short at every temperature, with every kind of value.
-const SCHEMA: &str = r#"{
-  "type": "object",
-  "properties": {
-    "name": {"type": "string", "maxLength": 12},
-    "age": {"type": "integer", "minimum": 0, "maximum": 120},
-    "member": {"type": "boolean"},
-    "colours": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 3}
-  },
-  "required": ["name", "age", "member", "colours"],
-  "additionalProperties": false
-}"#;
+const SCHEMA: &str = include_str!("person.schema.json");
 
 /// How tokens are chosen, under a name.
 #[derive(Debug, Clone, PartialEq)]

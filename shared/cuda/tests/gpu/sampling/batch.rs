@@ -8,47 +8,31 @@ use treespec_cuda::{
     Device, DeviceBuffer, DevicePtr, HeadLogits, SampledRows, Sampler, SamplerRoom,
 };
 use treespec_sampling::{
-    EarlyBans, LogitBias, Processors, SamplingParams, TokenCounts, TokenMask, sample,
+    EarlyBans, LogitBias, Processors, SamplingParams, TokenCounts, TokenMask, TokenRules, sample,
 };
 
 /// How one sequence is sampled.
 pub(super) struct Request {
-    pub(super) params: SamplingParams,
-    bias: LogitBias,
-    allowed: Option<TokenMask>,
-    banned: Vec<u32>,
-    early: EarlyBans,
-    counts: TokenCounts,
+    pub(super) rules: TokenRules,
     pub(super) counted_path: usize,
 }
 
 impl Request {
     pub(super) fn plain(params: SamplingParams) -> Self {
         Self {
-            params,
-            bias: LogitBias::none(),
-            allowed: None,
-            banned: Vec::new(),
-            early: EarlyBans::none(),
-            counts: TokenCounts::none(),
+            rules: TokenRules::new(params),
             counted_path: 0,
         }
     }
 
     pub(super) fn processors(&self) -> Processors<'_> {
-        Processors {
-            bias: &self.bias,
-            allowed: self.allowed.as_ref(),
-            banned: &self.banned,
-            early: &self.early,
-            counts: &self.counts,
-            ..Processors::new(&self.params)
-        }
+        self.rules.processors()
     }
 
     /// A step of the sequence: some tokens more.
     pub(super) fn go_on(&mut self, tokens: &[u32]) {
-        tokens.iter().for_each(|&token| self.counts.push(token));
+        let counts = &mut self.rules.counts;
+        tokens.iter().for_each(|&token| counts.push(token));
     }
 }
 
@@ -92,25 +76,25 @@ pub(super) fn random_request(rng: &mut StdRng, vocabulary: usize) -> Request {
         let bias = tokens
             .into_iter()
             .map(|token| (token, rng.random_range(-5.0..5.0)));
-        request.bias = LogitBias::new(bias.collect::<Vec<_>>()).unwrap();
+        request.rules.bias = LogitBias::new(bias.collect::<Vec<_>>()).unwrap();
     }
     if rng.random_bool(0.2) {
         let tokens = tokens_of(rng, vocabulary, 200);
-        request.allowed = Some(TokenMask::from_tokens(vocabulary, tokens));
+        request.rules.allowed = Some(TokenMask::from_tokens(vocabulary, tokens));
     }
     if !often(rng) {
-        request.banned = tokens_of(rng, vocabulary, 40);
+        request.rules.banned = tokens_of(rng, vocabulary, 40);
     }
     if !often(rng) {
         // Rows of one sequence are on both sides of the border.
-        request.early = EarlyBans {
+        request.rules.early = EarlyBans {
             tokens: tokens_of(rng, vocabulary, 60),
             until: one_of(rng, &[1 << 19, 1 << 19, 0, u32::MAX]),
         };
     }
-    request.counts = TokenCounts::from_prompt(&tokens_of(rng, vocabulary, 100));
+    request.rules.counts = TokenCounts::from_prompt(&tokens_of(rng, vocabulary, 100));
     for token in tokens_of(rng, vocabulary, 100) {
-        request.counts.push(token);
+        request.rules.counts.push(token);
     }
     request.counted_path = rng.random_range(0..3);
     request
